@@ -23,7 +23,10 @@ from jagged.ops import BagLayout, BagOptimizer, BagOptimizerKind, BagPlan, PlanM
 DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
 OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 OPTIONS = ("optimizer", "optimizer_options", "output_dtype", "plan", "plan_mismatch")
-OPTIMIZER_OPTIONS = ("learning_rate", "eps", "betas", "weight_decay", "stochastic_rounding")
+OPTIMIZER_OPTIONS = (
+    "learning_rate", "eps", "betas", "weight_decay", "stochastic_rounding", "decoupled_weight_decay", "max_norm", "state_dtype",
+    "decay_missed_steps",
+)  # fmt: skip
 
 
 class _Part(NamedTuple):
@@ -57,9 +60,11 @@ class ScheduledEmbeddingBagCollection(BagCollection):
         tables: of float32, float16 or bfloat16 (which TorchRec's keeps as float16); sums or means. `init_fn` initialises.
         is_weighted: every id has a weight, which gets a gradient; for sums only.
         device: where tables are; `"meta"` allocates nothing. None: the default device.
-        optimizer: `"sgd"`, `"adagrad"`, `"rowwise_adagrad"`, `"adam"` or `"rowwise_adam"`: the backward pass updates the rows
-            that were read and leaves no gradients; see `jagged.ops.BagOptimizer`. None: parameters get dense gradients.
-        optimizer_options: `learning_rate`, and any of `eps`, `betas`, `weight_decay`, `stochastic_rounding`.
+        optimizer: `"sgd"`, `"adagrad"`, `"rowwise_adagrad"`, `"adam"`, `"rowwise_adam"`, `"lamb"` or `"rowwise_lamb"`: the
+            backward pass updates the rows that were read and leaves no gradients; see `jagged.ops.BagOptimizer`. None: parameters
+            get dense gradients.
+        optimizer_options: `learning_rate`, and any of `eps`, `betas`, `weight_decay`, `stochastic_rounding`,
+            `decoupled_weight_decay`, `max_norm`, `state_dtype`, `decay_missed_steps`.
         output_dtype: of the pooled embeddings.
         plan: schedules that `jagged tune` has measured, or their file, by the features' names in the output; None: the lengths of
             each batch choose, as for features that the plan does not have. Followed on a GPU.
@@ -68,10 +73,10 @@ class ScheduledEmbeddingBagCollection(BagCollection):
 
     Raises:
         ValueError: no tables, two of one name, another data type or pooling, weighted means, options of the optimizer that are
-            unknown or missing, a file that is no plan, a plan that does not fit; in forward, keys that are missing or batches of
-            several sizes without inverse indices.
+            unknown, missing or out of their ranges, a file that is no plan, a plan that does not fit; in forward, keys that are
+            missing or batches of several sizes without inverse indices.
         OSError: a plan that cannot be read.
-        TypeError: another output dtype.
+        TypeError: another output dtype, or dtype of the optimizer's states.
 
     Shape:
         KeyedJaggedTensor of int32 or int64 ids in, also with a batch size for each key and of no samples; keys that no table
@@ -205,7 +210,8 @@ class ScheduledEmbeddingBagCollection(BagCollection):
         """Copy what `optimizer_state_dict` gave into the optimizers.
 
         Raises:
-            ValueError: other names or shapes than this module's.
+            ValueError: other names or shapes than this module's, as of a checkpoint without `decay_missed_steps` where the
+                optimizer has it.
         """
         load_state(self.optimizer_state_dict(), state_dict, "tables")
 

@@ -49,7 +49,9 @@ EMPTY = 2
 RATE, LATER_RATE = 0.1, 0.05
 
 # Rules that are the same for any split of a table's columns, and those that go by whole rows.
-BY_ELEMENT, BY_ROW = (None, "sgd", "adagrad", "adam"), ("rowwise_adagrad", "rowwise_adam")
+BY_ELEMENT, BY_ROW = (None, "sgd", "adagrad", "adam"), ("rowwise_adagrad", "rowwise_adam", "rowwise_lamb", "adam of whole rows")
+# What stands behind a kind's name: options by which its updates go by whole rows.
+WHOLE_ROWS = {"weight_decay": 0.25, "decay_missed_steps": True, "max_norm": 0.5}
 ONE = {
     "table-wise": [table_wise(rank=0), table_wise(rank=1), table_wise(rank=0), table_wise(rank=1), table_wise(rank=0)],
     "column-wise": [
@@ -185,7 +187,9 @@ def training(
     """Steps of the sharded module beside those of the unsharded one, which gets the processes' batches as one."""
     configs = functools.partial(tables, SUM if weighted else MEAN, DataType.FP16 if two_types else DataType.FP32, width)
     rule = {"learning_rate": RATE, **({} if optimizer in (None, "sgd") else {"eps": 1e-3})}
-    options = {"optimizer": optimizer, "optimizer_options": None if optimizer is None else rule}
+    options: dict[str, Any] = {"optimizer": optimizer, "optimizer_options": None if optimizer is None else rule}
+    if optimizer == "adam of whole rows":
+        options = {"optimizer": "adam", "optimizer_options": {**rule, **WHOLE_ROWS}}
     torch.manual_seed(0)
     whole = ScheduledEmbeddingBagCollection(configs(), weighted, here(), **options)
     # What is sharded has been trained before.

@@ -57,7 +57,8 @@ def check(found: list[dict[str, Any]], name: str) -> None:
 
 
 PLANS = ("table-wise", "column-wise", "row-wise", "data-parallel", "mixed", "all in one")
-BY_ELEMENT, BY_ROW = ("None", "sgd", "adagrad", "adam", "weighted", "two types"), ("rowwise_adagrad", "rowwise_adam")
+BY_ELEMENT = ("None", "sgd", "adagrad", "adam", "weighted", "two types")
+BY_ROW = ("rowwise_adagrad", "rowwise_adam", "rowwise_lamb", "adam of whole rows")
 CASES = [f"{plan}, {of}" for plan in PLANS for of in (*BY_ELEMENT, *(() if plan in ("column-wise", "mixed") else BY_ROW))]
 CASES += [
     "checkpoint, adagrad",
