@@ -5,11 +5,11 @@
     python -m benchmarks.embedding_rows --rows 100000       # a smaller table
 
 A table of ten million rows of width 128, float32, and histories of 200 ids in the mean, uniform ids and Zipf's with an exponent
-of 1.05. Forward, and the backward pass with the update in it by SGD and by Adagrad with a number a row. All get the same ids of 64
-bits; FBGEMM is spared its check of them. Each is checked: outputs to the bit, tables after one update against float64.
+of 1.05. Forward, and the backward pass with the update in it by SGD and by Adagrad with a number a row. All get the same ids of
+64 bits; FBGEMM is spared its check of them. Each is checked: outputs to the bit, tables after one update against float64.
 
-Times are the GPU's, by replays of a graph: medians of bursts. `of_copy` is the share of a time that the bytes of the lookups, each
-row read and written once, would take at the speed of a copy.
+Times are the GPU's, by replays of a graph: medians of bursts. `of_copy` is the share of a time that the bytes of the lookups,
+each row read and written once, would take at the speed of a copy.
 """
 
 from __future__ import annotations

@@ -38,9 +38,11 @@ class ScheduledEmbeddingBagCollection(TrainedTables, BagCollection):
         tables: of float32, float16 or bfloat16 (which TorchRec's keeps as float16); sums or means. `init_fn` initialises.
         is_weighted: every id has a weight, which gets a gradient; for sums only.
         device: where tables are; `"meta"` allocates nothing. None: the default device.
-        optimizer: `"sgd"`, `"adagrad"`, `"rowwise_adagrad"`, `"adam"` or `"rowwise_adam"`: the backward pass updates the rows
-            that were read and leaves no gradients; see `jagged.ops.BagOptimizer`. None: parameters get dense gradients.
-        optimizer_options: `learning_rate`, and any of `eps`, `betas`, `weight_decay`, `stochastic_rounding`.
+        optimizer: `"sgd"`, `"adagrad"`, `"rowwise_adagrad"`, `"adam"`, `"rowwise_adam"`, `"lamb"` or `"rowwise_lamb"`: the
+            backward pass updates the rows that were read and leaves no gradients; see `jagged.ops.BagOptimizer`. None: parameters
+            get dense gradients.
+        optimizer_options: `learning_rate`, and any of `eps`, `betas`, `weight_decay`, `stochastic_rounding`,
+            `decoupled_weight_decay`, `max_norm`, `state_dtype`, `decay_missed_steps`.
         output_dtype: of the pooled embeddings.
         plan: schedules that `jagged tune-bags` has measured, or their file, by the features' names in the output; None, or one
             without features: the lengths of each batch choose, as for features that the plan does not have. Followed on a GPU.
@@ -49,10 +51,11 @@ class ScheduledEmbeddingBagCollection(TrainedTables, BagCollection):
 
     Raises:
         ValueError: no tables, two of one name, another data type or pooling, weighted means, options of the optimizer that are
-            unknown or missing, a file that is no plan, a plan that does not fit; in forward, keys or weights that are missing,
-            batches of several sizes without inverse indices, and on a CPU lengths, ids and inverse indices that are wrong.
+            unknown, missing or out of their ranges, a file that is no plan, a plan that does not fit; in forward, keys or weights
+            that are missing, batches of several sizes without inverse indices, and on a CPU lengths, ids and inverse indices
+            that are wrong.
         OSError: a plan that cannot be read.
-        TypeError: another output dtype.
+        TypeError: another output dtype, or dtype of the optimizer's states.
 
     Shape:
         KeyedJaggedTensor of int32 or int64 ids in, also with a batch size for each key and of no samples; keys that no table

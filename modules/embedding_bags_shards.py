@@ -49,11 +49,10 @@ def _states_of_tables(optimizer: BagOptimizer) -> list[dict[str, Tensor]]:
     """For each table views of an optimizer's tensors, `[rows, width]`, `[rows]` and `[]`, by name."""
     layout = optimizer.layout
     states: list[dict[str, Tensor]] = [{} for _ in layout.rows]
-    for name, of in zip(("first", "second"), optimizer.states_of, strict=True):
-        if of:
-            whole = getattr(optimizer, name)
-            for table, state in zip(states, layout.views(whole) if of == "element" else whole.split(layout.rows), strict=True):
-                table[name] = state
+    for name, of in optimizer.states_of.items():
+        whole = getattr(optimizer, name)
+        for table, state in zip(states, layout.views(whole) if of == "element" else whole.split(layout.rows), strict=True):
+            table[name] = state
     return [{**state, "step": optimizer.step, "learning_rate": optimizer.learning_rate} for state in states]
 
 
@@ -160,7 +159,7 @@ class _FusedBags(_Bags, FusedOptimizerModule):  # type: ignore[misc]
 
     def get_optimizer_state(self) -> list[dict[str, Tensor]]:
         """For each shard what is split as its table is, by TorchRec's names."""
-        names = {"first": "momentum1", "second": "second"}
+        names = {"first": "momentum1", "second": "second", "last": "last"}
         return [{names[name]: state for name, state in of.items() if name in names} for of in self.states()]
 
     def get_learning_rate(self) -> float:

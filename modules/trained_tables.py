@@ -16,7 +16,10 @@ from jagged.modules.bag_collection import KeyOrder
 from jagged.modules.table_storage import Table, TableStorage
 from jagged.ops import BagLayout, BagOptimizer, BagOptimizerKind
 
-OPTIMIZER_OPTIONS = ("learning_rate", "eps", "betas", "weight_decay", "stochastic_rounding")
+OPTIMIZER_OPTIONS = (
+    "learning_rate", "eps", "betas", "weight_decay", "stochastic_rounding", "decoupled_weight_decay", "max_norm", "state_dtype",
+    "decay_missed_steps",
+)  # fmt: skip
 
 
 class TablesPart(NamedTuple):
@@ -65,7 +68,8 @@ class TrainedTables(nn.Module):
         """Copy what `optimizer_state_dict` gave into the optimizers.
 
         Raises:
-            ValueError: other names or shapes than this module's.
+            ValueError: other names or shapes than this module's, as of a checkpoint without `decay_missed_steps` where the
+                optimizer has it.
         """
         load_state(self.optimizer_state_dict(), state_dict, "tables")
 

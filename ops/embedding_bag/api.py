@@ -158,13 +158,13 @@ def prepared(
         if is_recorded and per_sample_weights.requires_grad:
             # A compiled graph knows no such number.
             version = 0 if is_compiling else weights._version
-    states: States = (None, None, None, None, None)
+    states: States = (None, None, None, None, None, None)
     rule: tuple[Any, ...] = ()
     if optimizer is not None:
         check_optimizer(optimizer, weights, layout)
         if is_recorded:
             before = optimizer.step.clone() if is_compiling and version is not None else None
-            states = optimizer.first, optimizer.second, optimizer.step, optimizer.learning_rate, before
+            states = optimizer.first, optimizer.second, optimizer.last, optimizer.step, optimizer.learning_rate, before
             rule = optimizer.rule
     codes, programs, counted_rows = None, PROGRAMS, None
     if schedules is not None:

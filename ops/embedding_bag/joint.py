@@ -138,7 +138,8 @@ class JointUpdate:
         optimizer = self.optimizer
         optimizer.step.add_(1)
         grad, lookups = _joined(calls) if len(calls) > 1 else _of_one(calls[0])
-        of_optimizer = self.weights, optimizer.first, optimizer.second, optimizer.step, optimizer.learning_rate
+        states = optimizer.first, optimizer.second, optimizer.last
+        of_optimizer = self.weights, *states, optimizer.step, optimizer.learning_rate
         spec.UPDATE(
             UpdateInputs(*of_optimizer, grad, *lookups),
             UpdateOptions(*optimizer.rule, calls[0].counted_rows),

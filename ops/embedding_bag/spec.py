@@ -33,6 +33,7 @@ class Inputs(NamedTuple):
     plan: Tensor | None
     first: Tensor | None
     second: Tensor | None
+    last: Tensor | None
     step: Tensor | None
     learning_rate: Tensor | None
     step_before: Tensor | None
@@ -61,6 +62,8 @@ class Options(NamedTuple):
     beta2: float | None = None
     weight_decay: float | None = None
     stochastic_rounding: bool | None = None
+    is_decoupled: bool | None = None
+    max_norm: float | None = None
 
 
 class SeparateInputs(NamedTuple):
@@ -147,6 +150,7 @@ class UpdateInputs(NamedTuple):
     weights: Tensor
     first: Tensor
     second: Tensor
+    last: Tensor | None
     step: Tensor
     learning_rate: Tensor
     grad: Tensor
@@ -168,6 +172,8 @@ class UpdateOptions(NamedTuple):
     beta2: float
     weight_decay: float
     stochastic_rounding: bool
+    is_decoupled: bool
+    max_norm: float | None
     counted_rows: int | None
 
 
@@ -181,8 +187,8 @@ class Nothing(NamedTuple):
     """An update changes what it was given."""
 
 
-#: An optimizer's tensors among the inputs: its states, `step`, `learning_rate` and `step_before`.
-States: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+#: An optimizer's tensors among the inputs: `first`, `second`, `last`, `step`, `learning_rate` and `step_before`.
+States: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 #: What an implementation knows of a batch's lookups.
 Lookups: TypeAlias = Inputs | SeparateInputs | WeightsInputs | SamplesInputs | UpdateInputs
 
@@ -214,7 +220,7 @@ UPDATE = operator(
     shapes=lambda x, o: Nothing(),
     torch=f"{_TORCH}:update",
     triton=f"{_TRITON}.sums:update",
-    mutates=("weights", "first", "second"),
+    mutates=("weights", "first", "second", "last"),
 )
 
 
@@ -250,7 +256,7 @@ def _gradient(
     assert x.step is not None
     assert x.learning_rate is not None
     x.step.add_(1)
-    updated = UpdateInputs(x.weights, x.first, x.second, x.step, x.learning_rate, grad, *lookups)
+    updated = UpdateInputs(x.weights, x.first, x.second, x.last, x.step, x.learning_rate, grad, *lookups)
     UPDATE(updated, UpdateOptions._make((*o[-len(Rule._fields) :], o.counted_rows)), backend)
     # Kernels count no change of their own.
     torch.autograd.graph.increment_version(x.weights)
@@ -259,7 +265,7 @@ def _gradient(
 
 _LOOKUPS = ("indices", "offsets", "per_sample_weights", "step_before")
 _OF_LAYOUT = ("layout", "batches", "host_layout", "host_batches")
-_OF_OPTIMIZER = ("weights", "first", "second", "step", "learning_rate")
+_OF_OPTIMIZER = ("weights", "first", "second", "last", "step", "learning_rate")
 
 EMBEDDING_BAGS = operator(
     "embedding_bags",

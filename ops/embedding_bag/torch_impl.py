@@ -17,6 +17,7 @@ from jagged.ops._shared.offsets import covering
 from jagged.ops._shared.rounding import rounded
 from jagged.ops.embedding_bag.checks import refuse_wrong_ids
 from jagged.ops.embedding_bag.fields import BATCH, FEATURE, OfBatch, OfFeature
+from jagged.ops.embedding_bag.optimizers import ADAGRADS, ADAMS
 from jagged.ops.embedding_bag.spec import (
     Gradient,
     Inputs,
@@ -251,30 +252,48 @@ def _update_table(x: UpdateInputs, rule: UpdateOptions, feature: Feature, rows: 
     of_rows = slice(feature.of.first_row, feature.of.first_row + feature.of.rows)
     old = table[rows].to(grad.dtype)
     rate = x.learning_rate.to(grad.dtype)
-    is_adam = rule.kind in ("adam", "rowwise_adam")
-    if rule.weight_decay and not is_adam:
+    if rule.weight_decay and not rule.is_decoupled:
         grad = grad + rule.weight_decay * old
+    is_rowwise = rule.kind.startswith("rowwise_")
+    square = grad.square().mean(1, keepdim=True) if is_rowwise else grad.square()
     if rule.kind == "sgd":
         new = old - rate * grad
-    elif not is_adam:
-        is_rowwise = rule.kind == "rowwise_adagrad"
-        state = first[of_rows] if is_rowwise else table_of(first, feature)
-        now = state[rows].to(grad.dtype) + (grad.square().mean(1) if is_rowwise else grad.square())
+    elif rule.kind in ADAGRADS:
+        state = first[of_rows, None] if is_rowwise else table_of(first, feature)
+        now = state[rows].to(grad.dtype) + square
         state[rows] = now.to(state.dtype)
-        new = old - rate * grad / ((now[:, None] if is_rowwise else now).sqrt() + rule.eps)
+        new = old - rate * grad / (now.sqrt() + rule.eps)
+        if rule.is_decoupled:
+            new -= rate * rule.weight_decay * old
     else:
+        beta1: float | Tensor = rule.beta1
+        beta2: float | Tensor = rule.beta2
+        if x.last is not None:
+            last = x.last[of_rows, None]
+            missed = (step - 1 - last[rows]).clamp_(min=0).double()
+            last[rows] = step
+            beta1, beta2 = ((beta ** (missed + 1)).to(grad.dtype) for beta in (rule.beta1, rule.beta2))
+            kept = (1 - x.learning_rate.double() * rule.weight_decay).clamp(min=0)
+            old = old * (kept**missed).to(grad.dtype)
         momentum = table_of(first, feature)
-        mean = rule.beta1 * momentum[rows].to(grad.dtype) + (1 - rule.beta1) * grad
+        mean = beta1 * momentum[rows].to(grad.dtype) + (1 - rule.beta1) * grad
         momentum[rows] = mean.to(momentum.dtype)
-        is_rowwise = rule.kind == "rowwise_adam"
-        state = second[of_rows] if is_rowwise else table_of(second, feature)
-        square = grad.square().mean(1) if is_rowwise else grad.square()
-        variance = rule.beta2 * state[rows].to(grad.dtype) + (1 - rule.beta2) * square
+        state = second[of_rows, None] if is_rowwise else table_of(second, feature)
+        variance = beta2 * state[rows].to(grad.dtype) + (1 - rule.beta2) * square
         state[rows] = variance.to(state.dtype)
-        variance = variance[:, None] if is_rowwise else variance
         # In float32 little would be left of the difference to 1.
         first_bias, second_bias = (1 - beta ** step.double() for beta in (rule.beta1, rule.beta2))
         unbiased = mean / first_bias, variance / second_bias
-        new = old - rate * (unbiased[0] / (unbiased[1].sqrt() + rule.eps) + rule.weight_decay * old)
+        change = unbiased[0] / (unbiased[1].sqrt() + rule.eps) + rule.weight_decay * old
+        new = old - rate * (change if rule.kind in ADAMS else _trust(old, change) * change)
+    if rule.max_norm is not None:
+        norm = new.norm(dim=1, keepdim=True)
+        new = new * torch.where(norm > rule.max_norm, rule.max_norm / norm, 1)
     element = feature.of.start + rows[:, None] * new.shape[1] + torch.arange(new.shape[1], device=new.device)
     table[rows] = rounded(new, weights.dtype, stochastic=rule.stochastic_rounding, step=step, element=element)
+
+
+def _trust(old: Tensor, change: Tensor) -> Tensor:
+    """Return for each row the norm of its weights by that of the change, `[rows, 1]`; 1 where either is 0."""
+    of_old, of_change = (x.norm(dim=1, keepdim=True) for x in (old, change))
+    return torch.where((of_old > 0) & (of_change > 0), of_old / of_change, 1)

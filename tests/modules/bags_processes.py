@@ -37,7 +37,12 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from jagged.modules import ScheduledEmbeddingBagCollection, ScheduledEmbeddingBagCollectionSharder, embedding_bags_shards
+from jagged.modules import (
+    ScheduledEmbeddingBagCollection,
+    ScheduledEmbeddingBagCollectionSharder,
+    embedding_bags_shards,
+    table_storage,
+)
 from tests.processes import fork
 
 PROCESSES = 2
@@ -49,7 +54,9 @@ EMPTY = 2
 RATE, LATER_RATE = 0.1, 0.05
 
 # Rules that are the same for any split of a table's columns, and those that go by whole rows.
-BY_ELEMENT, BY_ROW = (None, "sgd", "adagrad", "adam"), ("rowwise_adagrad", "rowwise_adam")
+BY_ELEMENT, BY_ROW = (None, "sgd", "adagrad", "adam"), ("rowwise_adagrad", "rowwise_adam", "rowwise_lamb", "adam of whole rows")
+# What stands behind a kind's name: options by which its updates go by whole rows.
+WHOLE_ROWS = {"weight_decay": 0.25, "decay_missed_steps": True, "max_norm": 0.5}
 ONE = {
     "table-wise": [table_wise(rank=0), table_wise(rank=1), table_wise(rank=0), table_wise(rank=1), table_wise(rank=0)],
     "column-wise": [
@@ -185,7 +192,9 @@ def training(
     """Steps of the sharded module beside those of the unsharded one, which gets the processes' batches as one."""
     configs = functools.partial(tables, SUM if weighted else MEAN, DataType.FP16 if two_types else DataType.FP32, width)
     rule = {"learning_rate": RATE, **({} if optimizer in (None, "sgd") else {"eps": 1e-3})}
-    options = {"optimizer": optimizer, "optimizer_options": None if optimizer is None else rule}
+    options: dict[str, Any] = {"optimizer": optimizer, "optimizer_options": None if optimizer is None else rule}
+    if optimizer == "adam of whole rows":
+        options = {"optimizer": "adam", "optimizer_options": {**rule, **WHOLE_ROWS}}
     torch.manual_seed(0)
     whole = ScheduledEmbeddingBagCollection(configs(), weighted, here(), **options)
     # What is sharded has been trained before.
@@ -477,11 +486,26 @@ def cases(directory: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     return {**made, **{of.__name__: of for of in others}}
 
 
+def unsharded() -> str:
+    """What a module with an optimizer says that nobody has sharded."""
+    module = ScheduledEmbeddingBagCollection(
+        [EmbeddingBagConfig(name="x", embedding_dim=4, num_embeddings=5, feature_names=["a"])], device=here(), **SGD
+    )
+    try:
+        module(KeyedJaggedTensor(keys=["a"], values=torch.tensor([1]), lengths=torch.tensor([1])).to(here()))
+    except RuntimeError as error:
+        return str(error)
+    return "not refused"
+
+
 def work(root: Path) -> None:
     # TorchRec tells of every table that it caches nothing.
     logging.disable(logging.WARNING)
     count_calls()
-    found = {name: case() for name, case in cases(root).items()}
+    refused = unsharded()
+    # What the sharded module is compared with gets the batches of all processes in each, so that no copies part.
+    table_storage._refuse_copies = lambda: None
+    found: dict[str, Any] = {name: case() for name, case in cases(root).items()} | {"unsharded": refused}
     (root / str(dist.get_rank())).write_text(json.dumps(found))
 
 

@@ -364,10 +364,17 @@ def test_fused_optimizers_are_those_of_torch(place: Place, name: str) -> None:
         assert len(read[of.name]) < of.num_embeddings
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam"])
-def test_fused_optimizers_go_on_from_a_checkpoint(place: Place, kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        *((kind, {}) for kind in ("sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam", "rowwise_lamb")),
+        ("adagrad", {"decoupled_weight_decay": True, "state_dtype": torch.bfloat16}),
+        ("rowwise_adam", {"decay_missed_steps": True, "max_norm": 0.5, "state_dtype": torch.bfloat16}),
+    ],
+)
+def test_fused_optimizers_go_on_from_a_checkpoint(place: Place, kind: Any, more: dict[str, Any]) -> None:
     configs = [*some_tables(), table("v", 5, 4, "b", data_type=DataType.BF16)]
-    options = {"learning_rate": 0.1, "eps": 1e-6, "betas": (0.8, 0.9), "weight_decay": 0.01, "stochastic_rounding": True}
+    options = {"learning_rate": 0.1, "eps": 1e-6, "betas": (0.8, 0.9), "weight_decay": 0.01, "stochastic_rounding": True, **more}
     made = {"optimizer": kind, "optimizer_options": options}
     torch.manual_seed(0)
     ours = ScheduledEmbeddingBagCollection(configs, device=place.device, **made)
@@ -386,10 +393,30 @@ def test_fused_optimizers_go_on_from_a_checkpoint(place: Place, kind: Any) -> No
     for module in others:
         for mine, theirs in zip(module.parameters(), ours.parameters(), strict=True):
             assert torch.equal(mine, theirs)
+        for name, state in module.optimizer_state_dict().items():
+            expected = ours.optimizer_state_dict()[name]
+            assert state.dtype == expected.dtype
+            assert torch.equal(state, expected)
     fewer = ours.optimizer_state_dict()
     del fewer["0.step"]
     with pytest.raises(ValueError, match=r"state_dict: expected shape \[\] for '0.step', got None"):
         ours.load_optimizer_state_dict(fewer)
+
+
+def test_a_checkpoint_without_last_steps_is_refused(place: Place) -> None:
+    """One of before the option, or without it, where the optimizer has it; and the other way round."""
+    made = [
+        ScheduledEmbeddingBagCollection(
+            [table("x", 5, 3, "a")], device=place.device, optimizer="adam", optimizer_options={"learning_rate": 0.1, **more}
+        )
+        for more in ({}, {"decay_missed_steps": True})
+    ]
+    for (ours, other), (expected, got) in ((made[::-1], ("[5]", "None")), (made, ("None", "[5]"))):
+        before = [state.clone() for state in ours.optimizer_state_dict().values()]
+        message = f"state_dict: expected shape {expected} for '0.last', got {got}; tables and optimizer must be the same"
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            ours.load_optimizer_state_dict(other.optimizer_state_dict())
+        assert all(map(torch.equal, before, ours.optimizer_state_dict().values()))
 
 
 def test_fused_optimizers_leave_alone_what_does_not_learn(place: Place) -> None:
@@ -656,8 +683,13 @@ def test_what_it_shows(place: Place) -> None:
         ),
         (
             [table("x", 5, 3)],
-            {"optimizer": "lamb", "optimizer_options": {"learning_rate": 1}},
-            "kind: got 'lamb', expected one of",
+            {"optimizer": "lars", "optimizer_options": {"learning_rate": 1}},
+            "kind: got 'lars', expected one of",
+        ),
+        (
+            [table("x", 5, 3)],
+            {"optimizer": "sgd", "optimizer_options": {"learning_rate": 1, "max_norm": -1.0}},
+            "^max_norm: expected a number above 0, or None, got -1.0$",
         ),
     ],
 )

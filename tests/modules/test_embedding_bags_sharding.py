@@ -57,7 +57,8 @@ def check(found: list[dict[str, Any]], name: str) -> None:
 
 
 PLANS = ("table-wise", "column-wise", "row-wise", "data-parallel", "mixed", "all in one")
-BY_ELEMENT, BY_ROW = ("None", "sgd", "adagrad", "adam", "weighted", "two types"), ("rowwise_adagrad", "rowwise_adam")
+BY_ELEMENT = ("None", "sgd", "adagrad", "adam", "weighted", "two types")
+BY_ROW = ("rowwise_adagrad", "rowwise_adam", "rowwise_lamb", "adam of whole rows")
 CASES = [f"{plan}, {of}" for plan in PLANS for of in (*BY_ELEMENT, *(() if plan in ("column-wise", "mixed") else BY_ROW))]
 CASES += [
     "checkpoint, adagrad",
@@ -94,8 +95,16 @@ def test_training_is_that_of_the_unsharded_module(found: list[dict[str, Any]], c
 
 
 def test_every_case_is_looked_at(on_cpu: list[dict[str, Any]]) -> None:
-    others = {"state_dicts", "from_meta", "output", "errors"}
+    others = {"state_dicts", "from_meta", "output", "errors", "unsharded"}
     assert all(process.keys() == {*CASES, *others} for process in on_cpu)
+
+
+def test_copies_that_would_part_are_refused(found: list[dict[str, Any]]) -> None:
+    """Each process would update its own tables by its own batch."""
+    assert [of["unsharded"] for of in found] == [
+        "optimizer: would update the tables of this process alone, of 2 processes in the group, so that their copies part; shard "
+        "the model by DistributedModelParallel with ScheduledEmbeddingBagCollectionSharder, or leave the optimizer out"
+    ] * 2
 
 
 def test_state_dicts_go_both_ways(found: list[dict[str, Any]]) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from jagged.ops.embedding_bag.fields import FEATURE
+from jagged.ops.embedding_bag.optimizers import KINDS, MOMENTS
 from jagged.ops.embedding_bag.triton.shared_memory import MOST_BYTES
 from tests.aot import AMD, TARGETS, compile_kernel
 from tests.places import PLACE
@@ -17,14 +18,12 @@ pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted k
 
 LONGS = ("layout", "batches", "ends", "counter", "tables", "step", "indices", "offsets", "widths")
 LONGS += ("slices", "first_bags", "begins", "block_ends", "chunk_begins", "count_begins", "place_begins", "block_begins")
-LONGS += ("counters", "long_rows", "row_scales")
+LONGS += ("counters", "long_rows", "row_scales", "last_step")
 FLOATS = (
     "sums_of_slices",
     "scales",
     "parts_of_runs",
     "factors",
-    "first",
-    "second",
     "rate",
     "corrections",
     "output",
@@ -33,7 +32,7 @@ FLOATS = (
 )
 INTS = ("arrivals", "order", "schedules", "runs", "feature_of_bag", "keys", "sources", "plan", "places", "bounds")
 SHORTS = ("starts", "positions")
-NUMBERS = ("eps", "beta1", "beta2", "weight_decay", "rest1", "rest2")
+NUMBERS = ("eps", "beta1", "beta2", "weight_decay", "rest1", "rest2", "max_norm")
 # Of all widths, and of those alone whose rows begin at multiples of 16 bytes.
 WIDTHS = {"any": {*range(1, 131)}, "aligned": {4, 8, 16, 32, 64, 128}}
 
@@ -47,12 +46,13 @@ def compile_one(
     arch: int | str,
     *,
     dtype: str = "fp32",
+    states: str = "fp32",
     num_warps: int = 1,
     max_registers: int | None = None,
 ) -> Any:
     types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(LONGS, "*i64") | dict.fromkeys(FLOATS, "*fp32")
     types |= dict.fromkeys(INTS, "*i32") | dict.fromkeys(SHORTS, "*i16") | dict.fromkeys(NUMBERS, "fp32")
-    types |= {"weights": f"*{dtype}"}
+    types |= {"weights": f"*{dtype}", "first": f"*{states}", "second": f"*{states}"}
     signature = {name: types[name] for name in kernel.arg_names if name not in constants}
     return compile_kernel(kernel, signature, constants, arch=arch, num_warps=num_warps, max_registers=max_registers)
 
@@ -103,18 +103,33 @@ def test_forward_of_small_batches(dtype: str, is_weighted: bool, widths: str, ar
 
 
 @pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.long) for arch in TARGETS if arch != 90)])
-@pytest.mark.parametrize("kind", ["none", "sgd", *(pytest.param(kind, marks=pytest.mark.long) for kind in (
-    "adagrad", "rowwise_adagrad", "adam", "rowwise_adam"
-))])  # fmt: skip
-def test_sums_of_rows(kind: str, arch: int) -> None:
-    from jagged.ops.embedding_bag.triton import rows, sorting, sums
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("none", ()),
+        ("sgd", ()),
+        *(pytest.param(kind, (), marks=pytest.mark.long) for kind in KINDS if kind != "sgd"),
+        *(pytest.param(kind, ("max_norm",), marks=pytest.mark.long) for kind in KINDS),
+        pytest.param("adagrad", ("decoupled",), marks=pytest.mark.long),
+        pytest.param("rowwise_adagrad", ("decoupled", "states"), marks=pytest.mark.long),
+        ("adam", ("last_step", "max_norm", "states")),
+        pytest.param("rowwise_adam", ("last_step", "max_norm", "states"), marks=pytest.mark.long),
+    ],
+)
+def test_sums_of_rows(kind: str, options: tuple[str, ...], arch: int) -> None:
+    """With options of an update, or bfloat16 states (`states`), and without."""
+    from jagged.ops.embedding_bag.triton import rows, sorting, sums, updates
 
     of_widths = [FEATURE._replace(width=width) for width in WIDTHS["aligned"]]
+    are_whole = updates.takes_whole_rows(kind, "max_norm" in options, "last_step" in options)
     constants: dict[str, Any] = {
-        "USED": sums.used_widths(torch.tensor(of_widths), is_by_row=kind.startswith("rowwise")),
+        "USED": sums.used_widths(torch.tensor(of_widths), are_whole=are_whole),
         "KIND": kind,
         "IS_STOCHASTIC": False,
+        "IS_DECOUPLED": kind in ("none", *MOMENTS) or "decoupled" in options,
+        "WHOLE_ROWS": are_whole,
     }
+    constants |= dict.fromkeys(name for name in ("last_step", "max_norm") if name not in options)
     if kind == "none":
         constants |= dict.fromkeys(("factors", "first", "second", "step", "corrections", "rate"))
     split, aligned = {"SPLIT": sorting.SPLIT[1]}, {"ALIGNED": True}
@@ -126,9 +141,10 @@ def test_sums_of_rows(kind: str, arch: int) -> None:
         (rows.embedding_bags_counted_rows_kernel, constants | {"ALIGNED": False, "USED": 1}),
         (rows.embedding_bags_long_rows_kernel, constants | aligned),
     ):
-        resources = compile_one(kernel, of, arch)
+        resources = compile_one(kernel, of, arch, states="bf16" if "states" in options else "fp32")
         assert resources.spills <= ALLOWED_SPILLS["rows"], resources
-        assert resources.registers <= 96, resources
+        # What a row has missed is three numbers more of it.
+        assert resources.registers <= (128 if "last_step" in options else 96), resources
 
 
 @pytest.mark.parametrize("arch", [*TARGETS, AMD])

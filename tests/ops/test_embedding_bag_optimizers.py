@@ -65,9 +65,11 @@ def trained(
 def by_hand(
     kind: str, layout: BagLayout, weights: Tensor, batches: Sequence[tuple[Tensor, Tensor]], grads: Sequence[Tensor],
     rates: Sequence[float], scales: Tensor | None = None, *, eps: float = 1e-8, betas: tuple[float, float] = (0.9, 0.999),
-    weight_decay: float = 0.0,
+    weight_decay: float = 0.0, decoupled_weight_decay: bool = False, max_norm: float | None = None,
+    decay_missed_steps: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return weights and states as the optimizer holds them, after a step for each batch."""
+    steps_of_rows: dict[tuple[int, int], int] = {}
     wide = torch.promote_types(weights.dtype, torch.float32)
     assert layout.tables is not None
     assert layout.means is not None
@@ -84,13 +86,16 @@ def by_hand(
     tables, (firsts, seconds) = layout.views(weights), map(parts, states, STATES[kind])
     for step, ((ids, offsets), grad) in enumerate(zip(batches, grads, strict=True)):
         of_features = grad.to(wide).split(layout.feature_widths, 1)
-        for of_table, table, first, second in zip(
+        for number, (of_table, table, first, second) in enumerate(zip(
             gradients_of_rows(len(tables), features, ids, offsets, of_features, scales), tables, firsts, seconds, strict=True
-        ):
+        )):  # fmt: skip
             for row, of_row in of_table.items():
+                missed = step - steps_of_rows.get((number, row), 0) if decay_missed_steps else 0
+                steps_of_rows[number, row] = step + 1
                 table[row], first[row], second[row] = updated_row(
                     kind, table[row].to(wide), first[row], second[row], of_row, step + 1, learning_rate=rates[step], eps=eps,
-                    betas=betas, weight_decay=weight_decay,
+                    betas=betas, weight_decay=weight_decay, is_decoupled=decoupled_weight_decay, max_norm=max_norm,
+                    missed=missed,
                 )  # fmt: skip
     return weights, *states
 
@@ -306,23 +311,41 @@ def test_unknown_ids_update_nothing(place: Place, unchecked: None, kind: str) ->
         torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("kind", ["rowwise_adagrad", "rowwise_adam"])
-def test_rows_of_more_columns_than_a_program_holds(place: Place, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options", "needed", "cure"),
+    [
+        ("rowwise_adagrad", {}, "rowwise_adagrad", "take adagrad"),
+        ("rowwise_adam", {}, "rowwise_adam", "take adam"),
+        ("lamb", {}, "lamb", "take adam"),
+        ("rowwise_lamb", {"max_norm": 1.0}, "rowwise_lamb", "take adam"),
+        ("sgd", {"max_norm": 1.0}, "max_norm", "leave it out"),
+        ("adam", {"decay_missed_steps": True}, "decay_missed_steps", "leave it out"),
+    ],
+)
+def test_rows_of_more_columns_than_a_program_holds(
+    place: Place, kind: str, options: dict[str, Any], needed: str, cure: str
+) -> None:
     layout = BagLayout((2,), (8193,))
     weights = random_tensor((layout.num_elements,), torch.float32, 0).requires_grad_()
     ids, offsets = (torch.tensor(numbers, device=place.device) for numbers in ([1], [0, 1]))
-    output = embedding_bags(weights, layout, ids, offsets, optimizer=optimizer_of(kind, layout), backend=place.backend)
+    optimizer = optimizer_of(kind, layout, **options)
+    output = embedding_bags(weights, layout, ids, offsets, optimizer=optimizer, backend=place.backend)
     if place.name == "cpu":
         output.sum().backward()
         return
-    expected = f"layout: expected at most 8,192 columns for {kind} on a GPU, got 8,193; take {kind.removeprefix('rowwise_')}"
-    with pytest.raises(ValueError, match=expected):
+    expected = f"layout: expected at most 8,192 columns for {needed} on a GPU, got 8,193; {cure}"
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
         output.sum().backward()
 
 
 @pytest.mark.skipif(PLACE.name == "cpu", reason="says something of the Triton kernels alone")
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_many_lookups_are_updated_once(place: Place, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [*((kind, {}) for kind in KINDS), ("sgd", {"max_norm": 9.0}), ("adam", {"max_norm": 9.0, "decay_missed_steps": True})],
+)
+def test_rows_of_many_lookups_are_updated_once(
+    place: Place, kind: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their gradients are summed in parts, of eight lookups here, before anything is done with them; sorted or counted."""
     from jagged.ops.embedding_bag.triton import sorting
 
@@ -337,7 +360,7 @@ def test_rows_of_many_lookups_are_updated_once(place: Place, kind: str, monkeypa
         if way == "sorted":
             monkeypatch.setattr(sorting, "STREAM", (8, 8))
             monkeypatch.setattr(sorting, "SPLIT", (split, split))
-        optimizer = optimizer_of(kind, layout, weight_decay=0.125)
+        optimizer = optimizer_of(kind, layout, weight_decay=0.125, **options)
         with gathering(way, long=split):
             results.append([trained(place, weights, optimizer, batches, grads), optimizer.first, optimizer.second])
     for result in results[1:]:
@@ -470,6 +493,7 @@ def test_states() -> None:
     layout = BagLayout((10, 5), (4, 3))
     lengths = {kind: (len(x.first), len(x.second)) for kind in KINDS for x in [BagOptimizer(kind, layout, learning_rate=0.1)]}
     expected = {"sgd": (0, 0), "adagrad": (63, 0), "rowwise_adagrad": (15, 0), "adam": (63, 63), "rowwise_adam": (63, 15)}
+    expected |= {"lamb": (63, 63), "rowwise_lamb": (63, 15)}
     assert lengths == expected
     optimizer = BagOptimizer("adam", layout, learning_rate=0.5, device="meta")
     assert {name: (x.dtype, x.device.type) for name, x in optimizer.state().items()} == {
@@ -498,7 +522,10 @@ def test_training_goes_on_from_its_states(place: Place) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "lamb"}, "kind: got 'lamb', expected one of sgd, adagrad, rowwise_adagrad, adam, rowwise_adam"),
+        (
+            {"kind": "lars"},
+            "kind: got 'lars', expected one of sgd, adagrad, rowwise_adagrad, adam, rowwise_adam, lamb, rowwise_lamb",
+        ),
         ({"learning_rate": -0.1}, "learning_rate: expected a number of at least 0, got -0.1"),
         ({"learning_rate": math.nan}, "learning_rate: expected a number of at least 0, got nan"),
         ({"eps": 0.0}, "eps: expected a number above 0, got 0.0"),

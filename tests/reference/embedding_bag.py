@@ -77,15 +77,39 @@ def updated_row(
     eps: float,
     betas: tuple[float, float],
     weight_decay: float,
+    is_decoupled: bool = False,
+    max_norm: float | None = None,
+    missed: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A row after one update, and its states: numbers for each element, one number for the row, or anything where unused."""
+    """A row after one update, and its states: numbers for each element, one number for the row, or anything where unused.
+
+    `missed` is after how many updates that did not read it the row makes up for what they would have done to it.
+    """
+    old = row
+    square = (grad**2).mean() if kind.startswith("rowwise_") else grad**2
     if kind == "sgd":
-        return row - learning_rate * (grad + weight_decay * row), first, second
-    if kind in ("adagrad", "rowwise_adagrad"):
-        grad = grad + weight_decay * row
-        first = first + (grad**2 if kind == "adagrad" else (grad**2).mean())
-        return row - learning_rate * grad / (first.sqrt() + eps), first, second
-    first = betas[0] * first + (1 - betas[0]) * grad
-    second = betas[1] * second + (1 - betas[1]) * (grad**2 if kind == "adam" else (grad**2).mean())
-    mean, variance = first / (1 - betas[0] ** step), second / (1 - betas[1] ** step)
-    return row - learning_rate * (mean / (variance.sqrt() + eps) + weight_decay * row), first, second
+        row = old - learning_rate * (grad + weight_decay * old)
+    elif kind.endswith("adagrad"):
+        if not is_decoupled:
+            grad = grad + weight_decay * old
+            square = (grad**2).mean() if kind.startswith("rowwise_") else grad**2
+        first = first + square
+        row = old - learning_rate * grad / (first.sqrt() + eps)
+        if is_decoupled:
+            row = row - learning_rate * weight_decay * old
+    else:
+        first, second = betas[0] ** missed * first, betas[1] ** missed * second
+        old = (1 - learning_rate * weight_decay) ** missed * old
+        first, second = betas[0] * first + (1 - betas[0]) * grad, betas[1] * second + (1 - betas[1]) * square
+        mean, variance = first / (1 - betas[0] ** step), second / (1 - betas[1] ** step)
+        change = mean / (variance.sqrt() + eps) + weight_decay * old
+        if kind.endswith("lamb"):
+            norms = float((old**2).sum()) ** 0.5, float((change**2).sum()) ** 0.5
+            if norms[0] and norms[1]:
+                change = norms[0] / norms[1] * change
+        row = old - learning_rate * change
+    if max_norm is not None:
+        norm = float((row**2).sum()) ** 0.5
+        if norm > max_norm:
+            row = row * (max_norm / norm)
+    return row, first, second

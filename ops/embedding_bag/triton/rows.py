@@ -91,9 +91,9 @@ def row_columns(is_aligned):
 # Called and not inlined: what one branch computes holds no registers in another.
 @triton.jit(noinline=True)
 def rows_unit(
-    grad, sources, factors, bounds, weights, first, second, step, corrections, rate, fields, unit, part, grad_size, eps, beta1,
-    beta2, weight_decay, rest1, rest2, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
-    WIDE: tl.constexpr,
+    grad, sources, factors, bounds, weights, first, second, last_step, step, corrections, rate, fields, unit, part, grad_size,
+    eps, beta1, beta2, weight_decay, rest1, rest2, max_norm, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
+    IS_DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sum, and store or apply, the gradients of a unit's rows of no more than `LONG` lookups.
 
@@ -106,7 +106,7 @@ def rows_unit(
     # Columns of a lane that are loaded together, and how many times it does.
     TOGETHER: tl.constexpr = 4 if ALIGNED else 1
     PIECES: tl.constexpr = (COLUMNS // 32 // TOGETHER) << WIDE
-    numbers = (eps, beta1, beta2, weight_decay, rest1, rest2)
+    numbers = (eps, beta1, beta2, weight_decay, rest1, rest2, max_norm)
     start, rows = tl.load(fields + START), tl.load(fields + ROWS)
     width, first_row = tl.load(fields + WIDTH), tl.load(fields + FIRST_ROW)
     rows, width = rows.to(tl.int32), width.to(tl.int32)
@@ -154,8 +154,8 @@ def rows_unit(
             if tl.max(is_read.to(tl.int32), 0) != 0:
                 element = start + by_row(elements_of(row, width), in_row).to(tl.int64) + columns
                 apply_sums(
-                    total, old, is_read, first_row + row, element, in_row, weights, first, second, step, corrections,
-                    learning_rate, width, numbers, KIND, IS_STOCHASTIC, lanes,
+                    total, old, is_read, first_row + row, element, in_row, weights, first, second, last_step, step, corrections,
+                    learning_rate, width, numbers, KIND, IS_STOCHASTIC, IS_DECOUPLED, lanes,
                 )  # fmt: skip
             turns -= 1
             row += 1
@@ -178,16 +178,17 @@ def rows_unit(
         "weight_decay",
         "rest1",
         "rest2",
+        "max_norm",
     ]
 )
 def embedding_bags_counted_rows_kernel(
-    grad, sources, factors, bounds, weights, first, second, step, corrections, rate, tables, counter, grad_size,
-    num_tables, most_counted, eps, beta1, beta2, weight_decay, rest1, rest2, KIND: tl.constexpr,
-    IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, USED: tl.constexpr,
+    grad, sources, factors, bounds, weights, first, second, last_step, step, corrections, rate, tables, counter, grad_size,
+    num_tables, most_counted, eps, beta1, beta2, weight_decay, rest1, rest2, max_norm, KIND: tl.constexpr,
+    IS_STOCHASTIC: tl.constexpr, IS_DECOUPLED: tl.constexpr, WHOLE_ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    USED: tl.constexpr,
 ):  # fmt: skip
     """Take units of all tables' rows, tables of one width after another; `USED` has a bit for each exponent
     by which they are wider than `row_columns` where an update needs whole rows."""
-    BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
     COLUMNS: tl.constexpr = row_columns(ALIGNED)
     num_units = tl.load(tables + (num_tables - 1) * FIELDS + UNIT_END)
     unit = tl.program_id(0).to(tl.int64)
@@ -200,19 +201,19 @@ def embedding_bags_counted_rows_kernel(
         parts = (width + COLUMNS - 1) // COLUMNS
         part = (unit - before) % parts
         is_read = tl.load(fields + FIRST_READER) < tl.load(fields + FIELDS + FIRST_READER)
-        # Updates by one number a row take all of its columns at once.
-        is_own = is_read & (tl.load(fields + ROWS) <= most_counted) & ((part == 0) | (not BY_ROW))
+        # Updates that need whole rows take all of their columns at once.
+        is_own = is_read & (tl.load(fields + ROWS) <= most_counted) & ((part == 0) | (not WHOLE_ROWS))
         wide = tl.zeros((), tl.int32)
-        if BY_ROW:
+        if WHOLE_ROWS:
             for i in tl.static_range(MOST_WIDE - 1):
                 wide += (width > (COLUMNS << i)).to(tl.int32)
         for i in tl.static_range(MOST_WIDE):
             if (USED >> i) & 1:  # noqa: SIM102
                 if is_own & (wide == i):
                     rows_unit(
-                        grad, sources, factors, bounds + tl.load(fields + FIRST_ROW) + table, weights, first, second, step,
-                        corrections, rate, fields, (unit - before) // parts, part, grad_size, eps, beta1, beta2, weight_decay,
-                        rest1, rest2, KIND, IS_STOCHASTIC, ALIGNED, i,
+                        grad, sources, factors, bounds + tl.load(fields + FIRST_ROW) + table, weights, first, second, last_step,
+                        step, corrections, rate, fields, (unit - before) // parts, part, grad_size, eps, beta1, beta2,
+                        weight_decay, rest1, rest2, max_norm, KIND, IS_STOCHASTIC, IS_DECOUPLED, ALIGNED, i,
                     )  # fmt: skip
         unit = next_unit
 
@@ -235,14 +236,14 @@ def sum_of_slice(
         tl.store(result + columns, tl.sum(total, 0), mask=columns < width)
 
 
-@triton.jit(do_not_specialize=["grad_size", "row_stride", "eps", "beta1", "beta2", "weight_decay", "rest1", "rest2"])
+@triton.jit(do_not_specialize=["grad_size", "row_stride", "eps", "beta1", "beta2", "weight_decay", "rest1", "rest2", "max_norm"])
 def embedding_bags_long_rows_kernel(
-    grad, sources, factors, bounds, long_rows, sums_of_slices, arrivals, weights, first, second, step, corrections, rate, tables,
-    counters, grad_size, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2, KIND: tl.constexpr,
-    IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, USED: tl.constexpr,
+    grad, sources, factors, bounds, long_rows, sums_of_slices, arrivals, weights, first, second, last_step, step, corrections,
+    rate, tables, counters, grad_size, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2, max_norm, KIND: tl.constexpr,
+    IS_STOCHASTIC: tl.constexpr, IS_DECOUPLED: tl.constexpr, WHOLE_ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+    USED: tl.constexpr,
 ):  # fmt: skip
     """Sum the slices of rows of more than `LONG` lookups; the last program of a row adds them up, in their order."""
-    BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
     num_slices = tl.load(counters + 1)
     for slot in range(tl.program_id(0).to(tl.int64), num_slices, tl.num_programs(0)):
         of_slot = long_rows + slot * LONG_FIELDS
@@ -255,7 +256,7 @@ def embedding_bags_long_rows_kernel(
         begin += (slot - first_slot) * LONG
         length = tl.minimum(end - begin, LONG).to(tl.int32)
         result = sums_of_slices + slot * (row_stride // 4 * 4)
-        found = schedule_of(width, BY_ROW)
+        found = schedule_of(width, WHOLE_ROWS)
         for i in tl.static_range(6):
             if (USED >> (2 * i)) & (3 if i < 5 else -1):  # noqa: SIM102
                 if tl.minimum(found // 2, 5) == i:
@@ -267,7 +268,7 @@ def embedding_bags_long_rows_kernel(
                 if (USED >> i) & 1:  # noqa: SIM102
                     if found == i:
                         joined_run(
-                            sums_of_slices, first_slot, first_slot + num_own - 1, first_row + row, weights, first, second, step,
-                            corrections, rate, fields, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2, KIND,
-                            IS_STOCHASTIC, i,
+                            sums_of_slices, first_slot, first_slot + num_own - 1, first_row + row, weights, first, second,
+                            last_step, step, corrections, rate, fields, row_stride, eps, beta1, beta2, weight_decay, rest1,
+                            rest2, max_norm, KIND, IS_STOCHASTIC, IS_DECOUPLED, WHOLE_ROWS, i,
                         )  # fmt: skip

@@ -65,8 +65,8 @@ def embedding_bags_lookups_kernel(
 ):  # fmt: skip
     """Key, source and factor of every lookup of some bags: `BAGS` together, `LOOKUPS` of each at a time.
 
-    With `SINGLES` a program has `LOOKUPS` times as many bags, which have a lane each where none has more than one lookup, as those
-    of sequences. An id that its table does not have gets the key `no_row`, and so do all of tables of no more than `most_counted`
+    With `SINGLES` a program has `LOOKUPS` times as many bags, which have a lane each where none has more than one lookup, as
+    those of sequences. An id that its table does not have gets the key `no_row`, and so do all of tables of no more than `most_counted`
     rows.
     """
     ALL: tl.constexpr = BAGS * LOOKUPS if SINGLES else BAGS
@@ -153,9 +153,10 @@ def rows_at(
 # Called and not inlined: what one branch computes holds no registers in another.
 @triton.jit(noinline=True)
 def row_unit(
-    grad, sources, factors, keys, offset, room, unit, block, parts_of_runs, weights, first, second, step, corrections, rate,
-    fields, row_stride, part, grad_size, eps, beta1, beta2, weight_decay, rest1, rest2, SPLIT: tl.constexpr, KIND: tl.constexpr,
-    IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, SCHEDULE: tl.constexpr,
+    grad, sources, factors, keys, offset, room, unit, block, parts_of_runs, weights, first, second, last_step, step,
+    corrections, rate, fields, row_stride, part, grad_size, eps, beta1, beta2, weight_decay, rest1, rest2, max_norm,
+    SPLIT: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, IS_DECOUPLED: tl.constexpr, ALIGNED: tl.constexpr,
+    SCHEDULE: tl.constexpr,
 ):  # fmt: skip
     """Sum, and store or apply, the gradients of the rows whose runs begin in a unit of `unit` lookups.
 
@@ -163,7 +164,7 @@ def row_unit(
     """
     COLUMNS: tl.constexpr = columns_by(SCHEDULE)
     GROUPS: tl.constexpr = NUMBERS // COLUMNS if COLUMNS < NUMBERS else 1
-    numbers = (eps, beta1, beta2, weight_decay, rest1, rest2)
+    numbers = (eps, beta1, beta2, weight_decay, rest1, rest2, max_norm)
     start, width, first_row = tl.load(fields + START), tl.load(fields + WIDTH), tl.load(fields + FIRST_ROW)
     if SCHEDULE % 2:
         # It is; said so that the compiler sees it, and makes loads of 16 bytes.
@@ -232,8 +233,8 @@ def row_unit(
             row = key.to(tl.int64)
             element = (start + (row - first_row) * width)[:, None] + columns[None, :]
             apply_sums(
-                total, old1 if i else old0, is_whole, row, element, in_row, weights, first, second, step, corrections,
-                learning_rate, width, numbers, KIND, IS_STOCHASTIC,
+                total, old1 if i else old0, is_whole, row, element, in_row, weights, first, second, last_step, step,
+                corrections, learning_rate, width, numbers, KIND, IS_STOCHASTIC, IS_DECOUPLED,
             )  # fmt: skip
         # A group ends with its part, or with the run that goes on beyond it.
         place += 2
@@ -243,16 +244,26 @@ def row_unit(
 
 
 @triton.jit(
-    do_not_specialize=["grad_size", "num_tables", "row_stride", "eps", "beta1", "beta2", "weight_decay", "rest1", "rest2"]
+    do_not_specialize=[
+        "grad_size",
+        "num_tables",
+        "row_stride",
+        "eps",
+        "beta1",
+        "beta2",
+        "weight_decay",
+        "rest1",
+        "rest2",
+        "max_norm",
+    ]
 )
 def embedding_bags_rows_kernel(
-    grad, sources, factors, keys, parts_of_runs, weights, first, second, step, corrections, rate, tables, begins,
-    ends, block_ends, counter, grad_size, num_tables, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2,
-    STREAM: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
-    ALIGNED: tl.constexpr, USED: tl.constexpr,
+    grad, sources, factors, keys, parts_of_runs, weights, first, second, last_step, step, corrections, rate, tables, begins,
+    ends, block_ends, counter, grad_size, num_tables, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2, max_norm,
+    STREAM: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, IS_DECOUPLED: tl.constexpr,
+    WHOLE_ROWS: tl.constexpr, ALIGNED: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
     """Take units of all tables' sorted lookups; the rows whose runs begin there are this program's."""
-    BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
     num_units = tl.load(ends + num_tables - 1)
     unit = tl.program_id(0).to(tl.int64)
     while unit < num_units:
@@ -261,7 +272,7 @@ def embedding_bags_rows_kernel(
         table = tl.load(tables + place * FIELDS + BY_WIDTH)
         fields = tables + table * FIELDS
         width = tl.load(fields + WIDTH)
-        parts = 1 if BY_ROW else (width + MOST_COLUMNS - 1) // MOST_COLUMNS
+        parts = 1 if WHOLE_ROWS else (width + MOST_COLUMNS - 1) // MOST_COLUMNS
         lookups = unit_of(width, STREAM, SPLIT)
         offset = (unit - before) // parts * lookups
         begin = tl.load(begins + table) + offset
@@ -270,27 +281,26 @@ def embedding_bags_rows_kernel(
         own_factors = factors
         if factors is not None:
             own_factors = factors + begin
-        found = schedule_of(width, BY_ROW)
+        found = schedule_of(width, WHOLE_ROWS)
         for i in tl.static_range(2 * NUM_WIDTHS):
             if (USED >> i) & 1:  # noqa: SIM102
                 if found == i:
                     row_unit(
                         grad, sources + begin, own_factors, keys + begin, offset, room, lookups.to(tl.int32), block,
-                        parts_of_runs, weights, first, second, step, corrections, rate, fields, row_stride,
-                        (unit - before) % parts, grad_size, eps, beta1, beta2, weight_decay, rest1, rest2, SPLIT, KIND,
-                        IS_STOCHASTIC, ALIGNED, i,
+                        parts_of_runs, weights, first, second, last_step, step, corrections, rate, fields, row_stride,
+                        (unit - before) % parts, grad_size, eps, beta1, beta2, weight_decay, rest1, rest2, max_norm, SPLIT,
+                        KIND, IS_STOCHASTIC, IS_DECOUPLED, ALIGNED, i,
                     )  # fmt: skip
         unit = next_unit
 
 
-@triton.jit(do_not_specialize=["num_tables", "row_stride", "eps", "beta1", "beta2", "weight_decay", "rest1", "rest2"])
+@triton.jit(do_not_specialize=["num_tables", "row_stride", "eps", "beta1", "beta2", "weight_decay", "rest1", "rest2", "max_norm"])
 def embedding_bags_join_kernel(
-    keys, parts_of_runs, weights, first, second, step, corrections, rate, tables, begins, block_ends, num_tables, row_stride, eps,
-    beta1, beta2, weight_decay, rest1, rest2, SPLIT: tl.constexpr, KIND: tl.constexpr,
-    IS_STOCHASTIC: tl.constexpr, USED: tl.constexpr,
+    keys, parts_of_runs, weights, first, second, last_step, step, corrections, rate, tables, begins, block_ends, num_tables,
+    row_stride, eps, beta1, beta2, weight_decay, rest1, rest2, max_norm, SPLIT: tl.constexpr, KIND: tl.constexpr,
+    IS_STOCHASTIC: tl.constexpr, IS_DECOUPLED: tl.constexpr, WHOLE_ROWS: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
     """Join the parts of rows that are read by more than a block of lookups: at the first end of a block that each goes across."""
-    BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
     num_blocks = tl.load(block_ends + num_tables - 1)
     for block in range(tl.program_id(0).to(tl.int64), num_blocks, tl.num_programs(0)):
         table, before = group_of(block_ends, block, num_tables)
@@ -307,11 +317,12 @@ def embedding_bags_join_kernel(
             while (place < last_place) & (tl.load(keys + place, mask=place < last_place, other=-2) == key):
                 last_block += 1
                 place += SPLIT
-            found = schedule_of(tl.load(fields + WIDTH), BY_ROW)
+            found = schedule_of(tl.load(fields + WIDTH), WHOLE_ROWS)
             for i in tl.static_range(2 * NUM_WIDTHS):
                 if (USED >> i) & 1:  # noqa: SIM102
                     if found == i:
                         joined_run(
-                            parts_of_runs, block * 2 - 1, last_block * 2, key, weights, first, second, step, corrections, rate,
-                            fields, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2, KIND, IS_STOCHASTIC, i,
+                            parts_of_runs, block * 2 - 1, last_block * 2, key, weights, first, second, last_step, step,
+                            corrections, rate, fields, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2, max_norm, KIND,
+                            IS_STOCHASTIC, IS_DECOUPLED, WHOLE_ROWS, i,
                         )  # fmt: skip

@@ -7,6 +7,7 @@ The lookups of each row are brought together, in their order, and summed in that
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from jagged.ops._shared.matrices import gpu
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.embedding_bag.fields import BATCH, FEATURE, TABLE
 from jagged.ops.embedding_bag.layout import MOST_COUNTED
-from jagged.ops.embedding_bag.optimizers import STATES
+from jagged.ops.embedding_bag.optimizers import MOMENTS, STATES
 from jagged.ops.embedding_bag.plans import PROGRAMS
 from jagged.ops.embedding_bag.spec import (
     Gradient,
@@ -32,7 +33,7 @@ from jagged.ops.embedding_bag.spec import (
 from jagged.ops.embedding_bag.triton import counting, sorting
 from jagged.ops.embedding_bag.triton.rows import embedding_bags_counted_rows_kernel, embedding_bags_long_rows_kernel, row_columns
 from jagged.ops.embedding_bag.triton.schedules import MOST_COLUMNS, known_of
-from jagged.ops.embedding_bag.triton.updates import NUM_WIDTHS
+from jagged.ops.embedding_bag.triton.updates import NUM_WIDTHS, takes_whole_rows
 
 # Tables, and lookups of all, below which nothing is counted.
 FEWEST_TABLES, FEWEST_LOOKUPS = 128, 1 << 20
@@ -76,12 +77,36 @@ class _Rows(NamedTuple):
     weights: Tensor
     first: Tensor | None
     second: Tensor | None
+    last: Tensor | None
     step: Tensor | None
     rate: Tensor | None
     kind: str
     # Epsilon, the betas, and the weights' decay.
     numbers: tuple[float, float, float, float]
     is_stochastic: bool
+    is_decoupled: bool
+    max_norm: float | None
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether all columns of a row are updated at once."""
+        is_whole: bool = takes_whole_rows(self.kind, self.max_norm is not None, self.last is not None)
+        return is_whole
+
+    def corrections(self) -> Tensor | None:
+        """Return what running means are divided by, and where updates are missed logarithms of what each multiplies by."""
+        if self.kind not in MOMENTS:
+            return None
+        assert self.step is not None
+        assert self.rate is not None
+        _, *betas, weight_decay = self.numbers
+        steps = self.step.double()
+        # Near 0 for betas near 1, which float32 has no digits for.
+        found = [1 - torch.pow(beta, steps) for beta in betas]
+        if self.last is not None:
+            kept = (1 - self.rate.double() * weight_decay).clamp(min=0)
+            found += [*(torch.full_like(steps, math.log2(beta) if beta else -math.inf) for beta in betas), kept.log2()]
+        return torch.stack(found).float()
 
 
 class _Sums:
@@ -102,17 +127,15 @@ class _Sums:
         self.of_lookups = x.indices, x.offsets, x.per_sample_weights, x.layout, x.batches
         self.feature_of_bag = feature_of_bag
         self.sizes = self.num_lookups, self.num_all, self.num_bags, stride
-        corrections = None
-        if rows.step is not None and "adam" in rows.kind:
-            # Near 0 for betas near 1, which float32 has no digits for.
-            corrections = torch.stack([1 - torch.pow(beta, rows.step.double()) for beta in rows.numbers[1:3]]).float()
-        self.state = rows.weights, rows.first, rows.second, rows.step, corrections, rows.rate, self.tables
-        self.numbers = *rows.numbers, 1 - rows.numbers[1], 1 - rows.numbers[2]
-        self.is_by_row = rows.kind.startswith("rowwise")
+        self.state = rows.weights, rows.first, rows.second, rows.last, rows.step, rows.corrections(), rows.rate, self.tables
+        self.numbers = *rows.numbers, 1 - rows.numbers[1], 1 - rows.numbers[2], rows.max_norm
+        self.are_whole = rows.are_whole
         self.options: dict[str, Any] = {
             "KIND": rows.kind,
             "IS_STOCHASTIC": rows.is_stochastic and rows.weights.dtype == torch.bfloat16,
-            "USED": used_widths(self.layout, is_by_row=self.is_by_row),
+            "IS_DECOUPLED": rows.is_decoupled,
+            "WHOLE_ROWS": self.are_whole,
+            "USED": used_widths(self.layout, are_whole=self.are_whole),
             "num_warps": 1,
         }
 
@@ -173,7 +196,7 @@ class _Sums:
             num_warps=counting.PLACES_WARPS,
         )  # fmt: skip
         of_rows = self.grad, sources, factors, bounds
-        widenings = used_widenings(self.layout, is_aligned=self.known.is_aligned) if self.is_by_row else 1
+        widenings = used_widenings(self.layout, is_aligned=self.known.is_aligned) if self.are_whole else 1
         _launch_counted_rows(
             (self.programs,),
             *of_rows, *self.state, counters, self.grad.numel(), self.num_tables, most, *self.numbers,
@@ -216,7 +239,7 @@ class _Sums:
         _launch_rows_map(
             (1,),
             self.tables, begins, ends, block_ends, counter, num_tables, programs, STREAM=stream, SPLIT=split,
-            WHOLE_ROWS=self.is_by_row, BLOCK=sorting.BLOCK_TABLES, num_warps=16,
+            WHOLE_ROWS=self.are_whole, BLOCK=sorting.BLOCK_TABLES, num_warps=16,
         )  # fmt: skip
         # Of each block of lookups the part of a row that came in, and of one that goes on. A table's last block may be short.
         is_split = num_lookups > split
@@ -236,11 +259,11 @@ class _Sums:
             )  # fmt: skip
 
 
-def used_widths(layout: Tensor, *, is_by_row: bool) -> int:
+def used_widths(layout: Tensor, *, are_whole: bool) -> int:
     """Return the schedules that rows of a layout `[F, fields]` on the host take, a bit for each."""
     used = 0
     for width in set(layout[:, FEATURE.width].tolist()):
-        exponent = min(max(2, (width - 1).bit_length()), NUM_WIDTHS.value + 1 if is_by_row else 7)
+        exponent = min(max(2, (width - 1).bit_length()), NUM_WIDTHS.value + 1 if are_whole else 7)
         used |= 1 << ((exponent - 2) * 2 + int(width % 4 == 0))
     return used
 
@@ -256,20 +279,23 @@ def used_widenings(layout: Tensor, *, is_aligned: bool) -> int:
 def weights_backward(x: WeightsInputs, o: WeightsOptions) -> Gradient:
     """Store the sums."""
     result = x.grad.new_zeros(o.num_elements, dtype=o.dtype)
-    rows = _Rows(result, None, None, None, None, "none", (0.0, 0.0, 0.0, 0.0), False)
+    rows = _Rows(result, None, None, None, None, None, "none", (0.0, 0.0, 0.0, 0.0), False, True, None)
     _Sums(x, rows, o.counted_rows).take()
     return Gradient(result)
 
 
 def update(x: UpdateInputs, o: UpdateOptions) -> Nothing:
     """Change the rows that were read, and their states, by the sums."""
-    widest, most = known_of(x.host_layout).widest, MOST_COLUMNS.value << (NUM_WIDTHS.value - 6)
-    if o.kind.startswith("rowwise") and widest > most:
-        raise ValueError(f"layout: expected at most {most:,} columns for {o.kind} on a GPU, got {widest:,}; take {o.kind[8:]}")
     has_first, has_second = (bool(of) for of in STATES[o.kind])
     rows = _Rows(
-        x.weights, x.first if has_first else None, x.second if has_second else None, x.step, x.learning_rate, o.kind,
-        (o.eps, o.beta1, o.beta2, o.weight_decay), o.stochastic_rounding,
+        x.weights, x.first if has_first else None, x.second if has_second else None, x.last, x.step, x.learning_rate, o.kind,
+        (o.eps, o.beta1, o.beta2, o.weight_decay), o.stochastic_rounding, o.is_decoupled, o.max_norm,
     )  # fmt: skip
+    widest, most = known_of(x.host_layout).widest, MOST_COLUMNS.value << (NUM_WIDTHS.value - 6)
+    if rows.are_whole and widest > most:
+        needed, cure = o.kind, f"take {'adagrad' if o.kind == 'rowwise_adagrad' else 'adam'}"
+        if not takes_whole_rows(o.kind, False, False):
+            needed, cure = ("max_norm" if o.max_norm is not None else "decay_missed_steps"), "leave it out"
+        raise ValueError(f"layout: expected at most {most:,} columns for {needed} on a GPU, got {widest:,}; {cure}")
     _Sums(x, rows, o.counted_rows).take()
     return Nothing()

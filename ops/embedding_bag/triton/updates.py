@@ -14,12 +14,16 @@ NUMBERS = tl.constexpr(128)
 NUM_WIDTHS = tl.constexpr(12)
 
 
-@triton.jit
-def decayed(grad, old, weight_decay, KIND: tl.constexpr):
-    """Return gradients with the weights' share, which adam takes apart from them."""
-    if KIND == "adam" or KIND == "rowwise_adam":
-        return grad
-    return grad + weight_decay * old
+@triton.constexpr_function
+def takes_whole_rows(kind, has_max_norm, has_last):
+    """Return whether an update needs all columns of a row at once: for sums over them, or for a number that one row has."""
+    return kind.startswith("rowwise_") or kind == "lamb" or has_max_norm or has_last
+
+
+@triton.constexpr_function
+def is_by_square(kind):
+    """Return whether a state has one number a row, of the mean of its squares."""
+    return kind.startswith("rowwise_")
 
 
 @triton.jit
@@ -38,33 +42,69 @@ def sum_of_lanes(x, lanes):
 
 
 @triton.jit
+def sum_of_squares(x, lanes):
+    """Sum the squares of each row of a tile, whose columns beyond it are 0."""
+    squares = rounded_product(x, x)
+    return tl.sum(squares, 1) if lanes is None else sum_of_lanes(tl.sum(tl.sum(squares, 2), 1), lanes)
+
+
+@triton.jit
+def norm_of(x, mask, lanes):
+    """Return the L2 norm of each row."""
+    return tl.sqrt_rn(sum_of_squares(tl.where(mask, x, 0.0), lanes))
+
+
+@triton.jit
+def power(log2, exponent):
+    """Return powers of a number of which the logarithm is known, -inf for 0, by whole numbers."""
+    return tl.where(exponent > 0, tl.exp2(log2 * tl.maximum(exponent, 1.0)), 1.0)
+
+
+@triton.jit
 def updated(
-    grad, square, old, first, second, element, row, corrections, rate, numbers, mask, row_mask, KIND: tl.constexpr,
+    grad, square, old, first, second, last_step, element, row, corrections, rate, numbers, mask, row_mask, lanes,
+    KIND: tl.constexpr, IS_DECOUPLED: tl.constexpr,
 ):  # fmt: skip
-    """Return new weights and store new states; `grad` has the weights' share, `square` is the mean of its squares by row."""
-    eps, beta1, beta2, weight_decay, rest1, rest2 = numbers
+    """Return new weights and store new states; `grad` has the weights' share, `square` is the mean of its squares by row.
+
+    With `last_step` rows have betas of their own.
+    """
+    eps, beta1, beta2, weight_decay, rest1, rest2, max_norm = numbers
     if KIND == "sgd":
         new = old - rate * grad
-    elif KIND == "adagrad":
-        state = tl.load(first + element, mask=mask, other=0.0) + grad * grad
-        tl.store(first + element, state, mask=mask)
-        new = old - rate * grad / (tl.sqrt_rn(state) + eps)
-    elif KIND == "rowwise_adagrad":
-        state = tl.load(first + row, mask=row_mask, other=0.0) + square
-        new = old - rate * grad / by_row(tl.sqrt_rn(state) + eps, grad)
+    elif KIND == "adagrad" or KIND == "rowwise_adagrad":
+        if KIND == "adagrad":
+            state = tl.load(first + element, mask=mask, other=0.0).to(tl.float32) + grad * grad
+            tl.store(first + element, state, mask=mask)
+            new = old - rate * grad / (tl.sqrt_rn(state) + eps)
+        else:
+            state = tl.load(first + row, mask=row_mask, other=0.0).to(tl.float32) + square
+            new = old - rate * grad / by_row(tl.sqrt_rn(state) + eps, grad)
+        if IS_DECOUPLED:
+            new -= rate * weight_decay * old
     else:
-        mean = beta1 * tl.load(first + element, mask=mask, other=0.0) + rest1 * grad
+        of_mean = beta1 if last_step is None else by_row(beta1, grad)
+        mean = of_mean * tl.load(first + element, mask=mask, other=0.0).to(tl.float32) + rest1 * grad
         tl.store(first + element, mean, mask=mask)
         unbiased = mean / tl.load(corrections)
         correction = tl.load(corrections + 1)
-        if KIND == "adam":
-            variance = beta2 * tl.load(second + element, mask=mask, other=0.0) + rest2 * grad * grad
+        if is_by_square(KIND):
+            variance = beta2 * tl.load(second + row, mask=row_mask, other=0.0).to(tl.float32) + rest2 * square
+            divisor = by_row(tl.sqrt_rn(variance / correction) + eps, grad)
+        else:
+            of_variance = beta2 if last_step is None else by_row(beta2, grad)
+            variance = of_variance * tl.load(second + element, mask=mask, other=0.0).to(tl.float32) + rest2 * grad * grad
             tl.store(second + element, variance, mask=mask)
             divisor = tl.sqrt_rn(variance / correction) + eps
-        else:
-            variance = beta2 * tl.load(second + row, mask=row_mask, other=0.0) + rest2 * square
-            divisor = by_row(tl.sqrt_rn(variance / correction) + eps, grad)
-        new = old - rate * (unbiased / divisor + weight_decay * old)
+        change = unbiased / divisor + weight_decay * old
+        if KIND == "lamb" or KIND == "rowwise_lamb":
+            of_old, of_change = norm_of(old, mask, lanes), norm_of(change, mask, lanes)
+            are_above = (of_old > 0.0) & (of_change > 0.0)
+            change *= by_row(tl.where(are_above, of_old, 1.0) / tl.where(are_above, of_change, 1.0), grad)
+        new = old - rate * change
+    if max_norm is not None:
+        norm = norm_of(new, mask, lanes)
+        new *= by_row(tl.where(norm > max_norm, max_norm / tl.maximum(norm, max_norm), 1.0), grad)
     return new
 
 
@@ -85,31 +125,42 @@ def schedule_of(width, WHOLE_ROWS: tl.constexpr):
 
 @triton.jit
 def apply_sums(
-    sums, old, is_stored, row, element, in_row, weights, first, second, step, corrections, rate, width, numbers,
-    KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, lanes=None,
+    sums, old, is_stored, row, element, in_row, weights, first, second, last_step, step, corrections, rate, width, numbers,
+    KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, IS_DECOUPLED: tl.constexpr, lanes=None,
 ):  # fmt: skip
     """Store sums of gradients, `[rows, columns]`, or update weights and states by them; `old` are the weights.
 
     With `lanes` sums are `[32, pieces, columns]`: that many of a warp's lanes have parts of one row.
     """
-    BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
     mask = by_row(is_stored, sums) & in_row
     new = sums
     if KIND != "none":
-        sums = tl.where(mask, decayed(sums, old, numbers[3], KIND), 0.0)
+        eps, beta1, beta2, weight_decay, rest1, rest2, max_norm = numbers
+        if last_step is not None:
+            # What updates that did not read the row would have made of it.
+            missed = (tl.load(step) - 1 - tl.load(last_step + row, mask=is_stored, other=0)).to(tl.float32)
+            beta1 *= power(tl.load(corrections + 2), missed)
+            beta2 *= power(tl.load(corrections + 3), missed)
+            old *= by_row(power(tl.load(corrections + 4), missed), old)
+        if not IS_DECOUPLED:
+            sums += weight_decay * old
+        sums = tl.where(mask, sums, 0.0)
         square = tl.zeros(row.shape, tl.float32)
-        if BY_ROW:
-            squares = rounded_product(sums, sums)
-            square = tl.sum(squares, 1) if lanes is None else sum_of_lanes(tl.sum(tl.sum(squares, 2), 1), lanes)
+        if is_by_square(KIND):
+            square = sum_of_squares(sums, lanes)
             square /= width
         new = updated(
-            sums, square, old, first, second, element, row, corrections, rate, numbers, mask, is_stored, KIND
+            sums, square, old, first, second, last_step, element, row, corrections, rate,
+            (eps, beta1, beta2, weight_decay, rest1, rest2, max_norm), mask, is_stored, lanes, KIND, IS_DECOUPLED,
         )  # fmt: skip
         if KIND == "rowwise_adagrad":
-            tl.store(first + row, tl.load(first + row, mask=is_stored, other=0.0) + square, mask=is_stored)
-        if KIND == "rowwise_adam":
-            variance = numbers[2] * tl.load(second + row, mask=is_stored, other=0.0) + numbers[5] * square
+            state = tl.load(first + row, mask=is_stored, other=0.0).to(tl.float32) + square
+            tl.store(first + row, state, mask=is_stored)
+        elif is_by_square(KIND):
+            variance = beta2 * tl.load(second + row, mask=is_stored, other=0.0).to(tl.float32) + rest2 * square
             tl.store(second + row, variance, mask=is_stored)
+        if last_step is not None:
+            tl.store(last_step + row, tl.load(step) + tl.zeros_like(row), mask=is_stored)
     if IS_STOCHASTIC:
         tl.store(weights + element, rounded_at_random(new, element, tl.load(step)), mask=mask)
     else:
@@ -118,16 +169,16 @@ def apply_sums(
 
 @triton.jit(noinline=True)
 def joined_run(
-    parts_of_runs, first_slot, last_slot, key, weights, first, second, step, corrections, rate, fields, row_stride, eps, beta1,
-    beta2, weight_decay, rest1, rest2, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, SCHEDULE: tl.constexpr,
+    parts_of_runs, first_slot, last_slot, key, weights, first, second, last_step, step, corrections, rate, fields, row_stride,
+    eps, beta1, beta2, weight_decay, rest1, rest2, max_norm, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
+    IS_DECOUPLED: tl.constexpr, WHOLE_ROWS: tl.constexpr, SCHEDULE: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of one row's lookups up, in their order, and store or apply the sum."""
     COLUMNS: tl.constexpr = columns_by(SCHEDULE)
-    BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
     start, width, first_row = tl.load(fields + START), tl.load(fields + WIDTH), tl.load(fields + FIRST_ROW)
-    numbers = (eps, beta1, beta2, weight_decay, rest1, rest2)
+    numbers = (eps, beta1, beta2, weight_decay, rest1, rest2, max_norm)
     row = tl.zeros((1,), tl.int64) + key.to(tl.int64)
-    for part in range(0, 1 if BY_ROW else (width + COLUMNS - 1) // COLUMNS):
+    for part in range(0, 1 if WHOLE_ROWS else (width + COLUMNS - 1) // COLUMNS):
         columns = part * COLUMNS + tl.arange(0, COLUMNS)
         in_row = (columns < width)[None, :]
         element = (start + (row - first_row) * width)[:, None] + columns[None, :]
@@ -141,6 +192,6 @@ def joined_run(
             old = tl.load(weights + element, mask=in_row, other=0.0).to(tl.float32)
             learning_rate = tl.load(rate)
         apply_sums(
-            total, old, row >= 0, row, element, in_row, weights, first, second, step, corrections, learning_rate, width, numbers,
-            KIND, IS_STOCHASTIC,
+            total, old, row >= 0, row, element, in_row, weights, first, second, last_step, step, corrections, learning_rate,
+            width, numbers, KIND, IS_STOCHASTIC, IS_DECOUPLED,
         )  # fmt: skip
