@@ -32,7 +32,7 @@ def forward(x: SeparateInputs, o: SeparateOptions) -> Outputs:
         weights, layout = tables[starts.index(0)], _moved(x, starts)
     return launch.forward(
         Inputs(
-            weights, x.scales, x.indices, x.offsets, x.per_sample_weights, layout, x.batches, x.plan, *(None,) * 5, x.host_layout,
+            weights, x.scales, x.indices, x.offsets, x.per_sample_weights, layout, x.batches, x.plan, *(None,) * 6, x.host_layout,
             x.host_batches,
         ),
         Options(o.size, o.width, o.output_dtype, o.programs, o.counted_rows),

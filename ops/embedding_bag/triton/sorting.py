@@ -66,8 +66,8 @@ def embedding_bags_lookups_kernel(
     """Key, source and factor of every lookup of some bags: `BAGS` together, `LOOKUPS` of each at a time.
 
     With `SINGLES` a program has `LOOKUPS` times as many bags, which have a lane each where none has more than one lookup, as
-    those of sequences. An id that its table does not have gets the key `no_row`, and so do all of tables of no more than `most_counted`
-    rows.
+    those of sequences. An id that its table does not have gets the key `no_row`, and so do all of tables of no more than
+    `most_counted` rows.
     """
     ALL: tl.constexpr = BAGS * LOOKUPS if SINGLES else BAGS
     first = tl.program_id(0).to(tl.int64) * ALL
