@@ -203,6 +203,7 @@ def bmm(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
 def embedding_bag(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     shape, items = ((30, 7), (width, 3)), torch.arange(batch.total, device=PLACE.device)
     sums, means = BagLayout(*shape), BagLayout(*shape, means=(True, False))
+    listed, totals = BagLayout(*shape, sequences=(False, True)), [batch.total]
     indices = torch.cat([items % 30, items % 7])
     # So many lookups of a row that its gradient is summed in parts; slow where kernels are interpreted, so once.
     hot = torch.arange(5000, device=PLACE.device) % 2 if dtype == torch.float32 and batch.batch_size == 4 else None
@@ -217,6 +218,8 @@ def embedding_bag(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
         outputs = [
             embedding_bags(weights, sums, indices, offsets, per_sample_weights=samples, backend=PLACE.backend),
             embedding_bags(weights, means, indices, offsets, schedules=counted, backend=PLACE.backend),
+            # Rows of the second table, not pooled.
+            embedding_bags(weights, listed, indices, offsets, sequence_totals=totals, backend=PLACE.backend),
             # Of tables one by one, which lie in one storage here.
             embedding_bags(sums.views(weights), sums, indices, offsets, per_sample_weights=samples, backend=PLACE.backend),
         ]
