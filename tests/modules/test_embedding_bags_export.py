@@ -16,7 +16,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Poo
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from jagged.modules import QuantizedEmbeddingBagCollection, ScheduledEmbeddingBagCollection, replace_embedding_bags
+from jagged.modules import QuantizedEmbeddingBagCollection, ScheduledEmbeddingBagCollection, replace_embeddings
 from tests.places import PLACE, Place
 
 pytestmark = [
@@ -76,7 +76,7 @@ COLLECTIONS: dict[str, Callable[[], nn.Module]] = {
     "bfloat16": lambda: scheduled(DataType.BF16, output_dtype=torch.bfloat16),
     "means": lambda: ScheduledEmbeddingBagCollection(configs(pooling=PoolingType.MEAN), device=PLACE.device),
     "two data types": lambda: ScheduledEmbeddingBagCollection([*configs()[:2], configs(DataType.FP16)[2]], device=PLACE.device),
-    "replaced": lambda: replace_embedding_bags(EmbeddingBagCollection(configs(), device=torch.device(PLACE.device))),
+    "replaced": lambda: replace_embeddings(EmbeddingBagCollection(configs(), device=torch.device(PLACE.device))),
     "an optimizer": lambda: scheduled(optimizer="adagrad", optimizer_options={"learning_rate": 0.1}),
     "quantised": lambda: QuantizedEmbeddingBagCollection.from_float(scheduled()),
 }
