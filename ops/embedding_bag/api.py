@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -134,7 +134,7 @@ def prepared(
         check_tables(tables, layout)
         # Of all that is asked of it below each of them would say the same.
         weights = tables[0]
-    assert isinstance(weights, Tensor)
+    weights = cast(Tensor, weights)
     check_tensor("weights", weights, "[E]" if tables is None else "[rows, width]", (*FLOATS, torch.uint8))
     check_tensor("indices", indices, "[S]", IDS)
     check_offsets(offsets, indices, total=indices.shape[0])

@@ -10,35 +10,28 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from jagged.ops.embedding_bag import spec
 from jagged.ops.embedding_bag.api import prepared
 from jagged.ops.embedding_bag.fields import BATCH, OfBatch
-from jagged.ops.embedding_bag.layout import BagLayout
+from jagged.ops.embedding_bag.layout import BagLayout, as_real_tensors
 from jagged.ops.embedding_bag.optimizers import BagOptimizer
 from jagged.ops.embedding_bag.plans import BagSchedules
 from jagged.ops.embedding_bag.spec import (
     CHANGED,
     EMBEDDING_BAGS,
-    SAMPLES_BACKWARD,
     Inputs,
     Options,
-    SamplesInputs,
-    SamplesOptions,
     UpdateInputs,
-    UpdateOptions,
+    WeightsInputs,
+    gradient_of_samples,
+    update_rows,
 )
 
 
 class _Call(NamedTuple):
-    """What a lookup hands over in the backward pass: the gradient of its output, and what its operator took."""
+    """What a lookup hands over in the backward pass: the gradient of its output beside its ids, and who is to update."""
 
-    grad: Tensor
     layout: BagLayout
-    indices: Tensor
-    offsets: Tensor
-    samples: Tensor | None
-    batches: Tensor | None
-    host_batches: Tensor | None
+    lookups: WeightsInputs
     counted_rows: int | None
     backend: str | None
 
@@ -101,7 +94,8 @@ class JointUpdate:
         Raises:
             ValueError, TypeError: as there.
         """
-        weights = self.weights.requires_grad_(torch.is_grad_enabled())
+        # Whoever has them may not want a gradient of theirs.
+        weights = self.weights.detach().requires_grad_()
         _, inputs, options = prepared(
             weights, layout, indices, offsets, None, per_sample_weights, batch_sizes, sequence_totals, self.optimizer,
             output_dtype, schedules, backend,
@@ -116,7 +110,7 @@ class JointUpdate:
         """What each lookup depends on; autograd runs a node on the stream that it was made on."""
         stream = torch.cuda.current_stream(self.weights.device).cuda_stream if self.weights.is_cuda else 0
         if self._token is None or self._stream != stream:
-            with torch.inference_mode(False), torch.enable_grad():
+            with as_real_tensors(), torch.inference_mode(False), torch.enable_grad():
                 self._token = _Update.apply(torch.zeros((), device=self.weights.device, requires_grad=True), self)
             self._stream = stream
         assert self._token is not None
@@ -135,18 +129,10 @@ class JointUpdate:
             return
         if self._check is not None:
             self._check()
-        optimizer = self.optimizer
-        optimizer.step.add_(1)
-        grad, lookups = _joined(calls) if len(calls) > 1 else _of_one(calls[0])
-        states = optimizer.first, optimizer.second, optimizer.last
-        of_optimizer = self.weights, *states, optimizer.step, optimizer.learning_rate
-        spec.UPDATE(
-            UpdateInputs(*of_optimizer, grad, *lookups),
-            UpdateOptions(*optimizer.rule, calls[0].counted_rows),
-            calls[0].backend,
-        )
-        # Kernels count no change of their own.
-        torch.autograd.graph.increment_version(self.weights)
+        optimizer, first = self.optimizer, calls[0]
+        states = optimizer.first, optimizer.second, optimizer.last, optimizer.step, optimizer.learning_rate
+        lookups = _joined(calls) if len(calls) > 1 else first.lookups
+        update_rows(UpdateInputs._make((self.weights, *states, *lookups)), optimizer.rule, first.counted_rows, first.backend)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_token": None, "_calls": [], "_backward": -1}
@@ -192,58 +178,51 @@ class _Lookup(torch.autograd.Function):
                 "embedding_bags: an optimizer in the backward pass cannot be told when reentrant checkpointing is done; use "
                 "checkpoint(..., use_reentrant=False)"
             )
-        batches, host_batches = ctx.batches
-        call = _Call(
-            grad.contiguous(), ctx.layout, indices, offsets, samples, batches, host_batches, ctx.counted_rows, ctx.backend
-        )  # fmt: skip
-        of_samples = None
+        layout, (batches, host_batches) = ctx.layout, ctx.batches
+        grad = grad.contiguous()
+        of_layout = layout.tensor(grad.device), batches, layout.fields, host_batches
+        lookups, of_samples = WeightsInputs(grad, indices, offsets, samples, *of_layout), None
         if ctx.needs_input_grad[1]:
             if of.weights._version != ctx.version:
                 raise RuntimeError(CHANGED)
-            inputs = SamplesInputs(call.grad, of.weights, indices, offsets, *_of_layout(call))
-            of_samples = SAMPLES_BACKWARD(inputs, SamplesOptions(samples.dtype), ctx.backend).gradient
-        of._hand_over(call)
+            of_samples = gradient_of_samples(of.weights, grad, lookups, samples.dtype, ctx.backend)
+        of._hand_over(_Call(layout, lookups, ctx.counted_rows, ctx.backend))
         return None, of_samples, None, None, None, None, None
 
 
-def _of_layout(call: _Call) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    return call.layout.tensor(call.grad.device), call.batches, call.layout.fields, call.host_batches
-
-
-def _of_one(call: _Call) -> tuple[Tensor, tuple[Any, ...]]:
-    return call.grad, (call.indices, call.offsets, call.samples, *_of_layout(call))
-
-
-def _joined(calls: list[_Call]) -> tuple[Tensor, tuple[Any, ...]]:
-    """Return the gradient and the lookups of all calls as those of one, whose features are theirs one after the other."""
-    layout, device = _all_features(tuple(call.layout for call in calls)), calls[0].grad.device
+def _joined(calls: list[_Call]) -> WeightsInputs:
+    """Return the gradients and the lookups of all calls as those of one, whose features are theirs one after the other."""
+    layout, given = _all_features(tuple(call.layout for call in calls)), [call.lookups for call in calls]
     rows: list[tuple[int, ...]] = []
     offsets, first_bag, begin, first_id = [], 0, 0, 0
-    for call in calls:
+    for call, x in zip(calls, given, strict=True):
         for of in _bags_of(call):
             rows.append(tuple(of._replace(first_bag=of.first_bag + first_bag, output_begin=of.output_begin + begin)))
-        is_last = call is calls[-1]
-        offsets.append((call.offsets if is_last else call.offsets[:-1]) + first_id)
-        first_bag += call.offsets.shape[0] - 1
-        begin += call.grad.numel()
-        first_id += call.indices.shape[0]
+        offsets.append((x.offsets if call is calls[-1] else x.offsets[:-1]) + first_id)
+        first_bag += x.offsets.shape[0] - 1
+        begin += x.grad.numel()
+        first_id += x.indices.shape[0]
     samples = None
-    if any(call.samples is not None for call in calls):
-        ones = (call.grad.new_ones(call.indices.shape, dtype=torch.float32) for call in calls)
-        samples = torch.cat([one if of.samples is None else of.samples for of, one in zip(calls, ones, strict=True)])
+    if any(x.per_sample_weights is not None for x in given):
+        ones = (x.grad.new_ones(x.indices.shape, dtype=torch.float32) for x in given)
+        samples = torch.cat(
+            [one if x.per_sample_weights is None else x.per_sample_weights for x, one in zip(given, ones, strict=True)]
+        )
     # What has several dtypes, `cat` brings to one that holds them.
-    grad, indices = torch.cat([call.grad.flatten() for call in calls]), torch.cat([call.indices for call in calls])
-    host_batches, batches = _on_both(tuple(rows), device)
-    return grad, (indices, torch.cat(offsets), samples, layout.tensor(device), batches, layout.fields, host_batches)
+    grad, indices = torch.cat([x.grad.flatten() for x in given]), torch.cat([x.indices for x in given])
+    host_batches, batches = _on_both(tuple(rows), grad.device)
+    of_layout = layout.tensor(grad.device), batches, layout.fields, host_batches
+    return WeightsInputs(grad, indices, torch.cat(offsets), samples, *of_layout)
 
 
 def _bags_of(call: _Call) -> list[OfBatch]:
     """Return where each feature's bags are in the call's gradient."""
-    if call.host_batches is not None:
-        return [OfBatch._make(row) for row in call.host_batches.tolist()]
-    layout, count = call.layout, call.grad.shape[0]
+    layout, x = call.layout, call.lookups
+    if x.host_batches is not None:
+        return [OfBatch._make(row) for row in x.host_batches.tolist()]
+    count, stride = x.grad.shape
     columns = (0,) if layout.has_sequences else layout.columns[:-1]
-    return [OfBatch(feature * count, count, column, call.grad.shape[1]) for feature, column in enumerate(columns)]
+    return [OfBatch(feature * count, count, column, stride) for feature, column in enumerate(columns)]
 
 
 @functools.lru_cache(maxsize=64)
@@ -257,5 +236,6 @@ def _all_features(layouts: tuple[BagLayout, ...]) -> BagLayout:
 
 @functools.lru_cache(maxsize=256)
 def _on_both(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    host = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(BATCH))
-    return host, host.to(device)
+    with as_real_tensors():
+        host = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(BATCH))
+        return host, host.to(device)

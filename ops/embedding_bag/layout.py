@@ -36,6 +36,14 @@ class Batches(NamedTuple):
     size: int
 
 
+class _OfBatches(NamedTuple):
+    """What of a layout says where a batch's output has its features: by feature widths, columns and whether it is a sequence."""
+
+    widths: tuple[int, ...]
+    columns: tuple[int, ...]
+    sequences: tuple[bool, ...]
+
+
 @dataclass(frozen=True)
 class BagLayout:
     """The tables of `embedding_bags` and the features that read them; immutable, and the same for every batch.
@@ -209,7 +217,7 @@ class BagLayout:
         """
         # Kept here and not by an ordinary cache, which would hash thousands of numbers in every call.
         if device not in self._tensors:
-            with _as_real_tensors():
+            with as_real_tensors():
                 self._tensors[device] = self._tensors[torch.device("cpu")].to(device)
         return self._tensors[device]
 
@@ -220,12 +228,18 @@ class BagLayout:
         """
         if torch.compiler.is_compiling():
             # A graph for all sizes looks nothing up by them.
-            return self._new_batches(sizes, device, num_samples)
+            return _new_batches(self._of_batches, sizes, device, num_samples)
         return self._batches(sizes, device, num_samples)
 
     @functools.cached_property
     def _batches(self) -> Callable[[tuple[int, ...], torch.device, int | None], Batches]:
-        return functools.lru_cache(maxsize=256)(self._new_batches)
+        # Not of a method: a layout goes when it is let go, and what it keeps on a device with it.
+        return functools.lru_cache(maxsize=256)(functools.partial(_new_batches, self._of_batches))
+
+    @property
+    def _of_batches(self) -> _OfBatches:
+        assert self.sequences is not None
+        return _OfBatches(self.feature_widths, self.columns, self.sequences)
 
     @functools.cached_property
     def _tensors(self) -> dict[torch.device, Tensor]:
@@ -233,40 +247,6 @@ class BagLayout:
         # All as wide as a feature's.
         padded = [(*row, *(0,) * (len(FEATURE) - len(row))) for row in rows]
         return {torch.device("cpu"): torch.tensor(padded, dtype=torch.int64, device="cpu")}
-
-    def _new_batches(self, sizes: tuple[int, ...], device: torch.device, num_samples: int | None) -> Batches:
-        assert self.sequences is not None
-        if any(isinstance(size, torch.SymInt) for size in sizes) and not torch.compiler.is_dynamo_compiling():
-            return self._traced_batches(sizes, device, num_samples)
-        of_features = list(zip(sizes, self.feature_widths, self.columns[:-1], self.sequences, strict=True))
-        pooled = sum(count * width for count, width, _, is_sequence in of_features if not is_sequence)
-        # Where the next one begins: a pooled feature, a sequence.
-        first, rows, ends = 0, [], [0, pooled]
-        for count, width, column, is_sequence in of_features:
-            begin, stride = ends[is_sequence], width
-            ends[is_sequence] += count * width
-            if num_samples is not None and not is_sequence:
-                begin, stride = column, self.width
-            # A named tuple would make Dynamo compile for each number.
-            rows.append(tuple(OfBatch(first_bag=first, num_bags=count, output_begin=begin, output_stride=stride)))
-            first += count
-        with _as_real_tensors():
-            host = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(BATCH))
-            return Batches(host, host.to(device), ends[1])
-
-    def _traced_batches(self, sizes: tuple[int, ...], device: torch.device, num_samples: int | None) -> Batches:
-        """Return the same of sizes that an exporter knows only when the program runs."""
-        counts = torch.stack([torch.scalar_tensor(size, dtype=torch.int64, device="cpu") for size in sizes])
-        widths, is_sequence = (torch.tensor(of, device="cpu") for of in (self.feature_widths, self.sequences))
-        of_pooled, of_sequences = ((counts * widths).masked_fill(of, 0) for of in (is_sequence, ~is_sequence))
-        begins, strides, pooled = of_pooled.cumsum(0) - of_pooled, widths, of_pooled.sum()
-        if num_samples is not None:
-            begins, strides = torch.tensor(self.columns[:-1], device="cpu"), widths.where(is_sequence, self.width)
-            pooled = torch.scalar_tensor(num_samples * self.width, dtype=torch.int64, device="cpu")
-        begins = (pooled + of_sequences.cumsum(0) - of_sequences).where(is_sequence, begins)
-        host = torch.stack([counts.cumsum(0) - counts, counts, begins, strides], 1)
-        size = sum(size * width for size, width in zip(sizes, self.feature_widths, strict=True))
-        return Batches(host, host.to(device), size)
 
     def _of_features(self) -> list[OfFeature]:
         assert self.tables is not None
@@ -321,7 +301,42 @@ class BagLayout:
         return [OfPart(feature, part, width) for feature, width in widths for part in range(cdiv(width, PART_COLUMNS))]
 
 
-def _as_real_tensors() -> AbstractContextManager[object]:
+def _new_batches(of: _OfBatches, sizes: tuple[int, ...], device: torch.device, num_samples: int | None) -> Batches:
+    if any(isinstance(size, torch.SymInt) for size in sizes) and not torch.compiler.is_dynamo_compiling():
+        return _traced_batches(of, sizes, device, num_samples)
+    of_features = list(zip(sizes, of.widths, of.columns[:-1], of.sequences, strict=True))
+    pooled = sum(count * width for count, width, _, is_sequence in of_features if not is_sequence)
+    # Where the next one begins: a pooled feature, a sequence.
+    first, rows, ends = 0, [], [0, pooled]
+    for count, width, column, is_sequence in of_features:
+        begin, stride = ends[is_sequence], width
+        ends[is_sequence] += count * width
+        if num_samples is not None and not is_sequence:
+            begin, stride = column, of.columns[-1]
+        # A named tuple would make Dynamo compile for each number.
+        rows.append(tuple(OfBatch(first_bag=first, num_bags=count, output_begin=begin, output_stride=stride)))
+        first += count
+    with as_real_tensors():
+        host = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(BATCH))
+        return Batches(host, host.to(device), ends[1])
+
+
+def _traced_batches(of: _OfBatches, sizes: tuple[int, ...], device: torch.device, num_samples: int | None) -> Batches:
+    """Return the same of sizes that an exporter knows only when the program runs."""
+    counts = torch.stack([torch.scalar_tensor(size, dtype=torch.int64, device="cpu") for size in sizes])
+    widths, is_sequence = (torch.tensor(numbers, device="cpu") for numbers in (of.widths, of.sequences))
+    of_pooled, of_sequences = ((counts * widths).masked_fill(mask, 0) for mask in (is_sequence, ~is_sequence))
+    begins, strides, pooled = of_pooled.cumsum(0) - of_pooled, widths, of_pooled.sum()
+    if num_samples is not None:
+        begins, strides = torch.tensor(of.columns[:-1], device="cpu"), widths.where(is_sequence, of.columns[-1])
+        pooled = torch.scalar_tensor(num_samples * of.columns[-1], dtype=torch.int64, device="cpu")
+    begins = (pooled + of_sequences.cumsum(0) - of_sequences).where(is_sequence, begins)
+    host = torch.stack([counts.cumsum(0) - counts, counts, begins, strides], 1)
+    size = sum(size * width for size, width in zip(sizes, of.widths, strict=True))
+    return Batches(host, host.to(device), size)
+
+
+def as_real_tensors() -> AbstractContextManager[object]:
     """Make tensors that are kept: of `torch.func`'s transforms, an export or a fake mode they would last as long as these.
 
     Where there are none, leaving them would take more time than making the tensors.

@@ -8,7 +8,7 @@ from itertools import accumulate, groupby
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.validation import validation_is_on
+from jagged.ops._shared.validation import holds, validation_is_on
 from jagged.ops.embedding_bag.layout import BagLayout
 
 
@@ -39,7 +39,8 @@ def one_by_one(
         totals = found if totals is None else totals
         if list(totals) != found:
             raise ValueError(f"sequence_totals: expected {found}, the ids of each sequence by offsets, got {list(totals)}")
-    if len(totals) != len(places) or min((0, *totals)) < 0 or sum(totals) > num_ids:
+    are_counts = len(totals) == len(places) and all(holds(total >= 0) for total in totals)
+    if not are_counts or not holds(sum(totals) <= num_ids):
         raise ValueError(
             f"sequence_totals: expected {len(places)} numbers, one for each sequence, of at least 0 and of {num_ids} together at "
             f"most, as there are ids, got {list(totals)}"
@@ -47,7 +48,7 @@ def one_by_one(
     for place, total in zip(places, totals, strict=True):
         sizes[place] = total
     if len(places) == num_features:
-        if sum(totals) != num_ids:
+        if not holds(sum(totals) == num_ids):
             raise ValueError(f"sequence_totals: expected {num_ids} together, as there are ids, got {sum(totals)}")
         return tuple(sizes), torch.arange(num_ids + 1, dtype=offsets.dtype, device=offsets.device)
     parts = []

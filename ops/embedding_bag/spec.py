@@ -230,23 +230,35 @@ CHANGED = (
 )
 
 
+def gradient_of_samples(weights: Tensor, grad: Tensor, x: Lookups, dtype: torch.dtype, backend: str | None) -> Tensor:
+    """Return the gradient of the ids' weights, by the tables that forward read."""
+    samples = SamplesInputs(grad, weights, x.indices, x.offsets, x.layout, x.batches, x.host_layout, x.host_batches)
+    return SAMPLES_BACKWARD(samples, SamplesOptions(dtype), backend).gradient
+
+
+def update_rows(x: UpdateInputs, rule: tuple[Any, ...], counted_rows: int | None, backend: str | None) -> None:
+    """Change the rows that were read, and their states, as one more step."""
+    x.step.add_(1)
+    UPDATE(x, UpdateOptions._make((*rule, counted_rows)), backend)
+    # Kernels count no change of their own.
+    torch.autograd.graph.increment_version(x.weights)
+
+
 def _gradient(
     grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: dict[str, torch.dtype], backend: str
 ) -> dict[str, Tensor]:
     """Return gradients, or update the tables in place of theirs."""
     grad, found = grads.output.contiguous(), {}
-    of_layout = x.layout, x.batches, x.host_layout, x.host_batches
     if "per_sample_weights" in wanted:
         if x.step is not None and x.step_before is not None:
             torch._assert_async(torch.eq(x.step, x.step_before), CHANGED)
         elif o.kind is not None and x.weights._version != o.version:
             raise RuntimeError(CHANGED)
         # With the weights that forward read, so before they change.
-        samples = SamplesInputs(grad, x.weights, x.indices, x.offsets, *of_layout)
-        found["per_sample_weights"] = SAMPLES_BACKWARD(samples, SamplesOptions(wanted["per_sample_weights"]), backend).gradient
+        found["per_sample_weights"] = gradient_of_samples(x.weights, grad, x, wanted["per_sample_weights"], backend)
     if "weights" not in wanted:
         return found
-    lookups = x.indices, x.offsets, x.per_sample_weights, *of_layout
+    lookups = x.indices, x.offsets, x.per_sample_weights, x.layout, x.batches, x.host_layout, x.host_batches
     if o.kind is None:
         options = WeightsOptions(x.weights.shape[0], x.weights.dtype, o.counted_rows)
         found["weights"] = WEIGHTS_BACKWARD(WeightsInputs(grad, *lookups), options, backend).gradient
@@ -255,11 +267,8 @@ def _gradient(
     assert x.second is not None
     assert x.step is not None
     assert x.learning_rate is not None
-    x.step.add_(1)
     updated = UpdateInputs(x.weights, x.first, x.second, x.last, x.step, x.learning_rate, grad, *lookups)
-    UPDATE(updated, UpdateOptions._make((*o[-len(Rule._fields) :], o.counted_rows)), backend)
-    # Kernels count no change of their own.
-    torch.autograd.graph.increment_version(x.weights)
+    update_rows(updated, o[-len(Rule._fields) :], o.counted_rows, backend)
     return found
 
 
@@ -299,15 +308,13 @@ def _gradient_of_separate(
     """Return gradients: those of the tables are views of a storage's."""
     found: dict[str, Any] = {}
     grad = grads.output.contiguous()
-    of_layout = x.layout, x.batches, x.host_layout, x.host_batches
     if "per_sample_weights" in wanted:
-        samples = SamplesInputs(grad, joined(x.tables), x.indices, x.offsets, *of_layout)
-        found["per_sample_weights"] = SAMPLES_BACKWARD(samples, SamplesOptions(wanted["per_sample_weights"]), backend).gradient
+        found["per_sample_weights"] = gradient_of_samples(joined(x.tables), grad, x, wanted["per_sample_weights"], backend)
     if "tables" in wanted:
         shapes = [tuple(table.shape) for table in x.tables]
         starts = starts_of(rows * width for rows, width in shapes)
         options = WeightsOptions(starts[-1], wanted["tables"], o.counted_rows)
-        lookups = x.indices, x.offsets, x.per_sample_weights, *of_layout
+        lookups = x.indices, x.offsets, x.per_sample_weights, x.layout, x.batches, x.host_layout, x.host_batches
         whole = WEIGHTS_BACKWARD(WeightsInputs(grad, *lookups), options, backend).gradient
         of_tables = zip(shapes, starts[:-1], strict=True)
         found["tables"] = tuple([whole.as_strided((rows, width), (width, 1), start) for (rows, width), start in of_tables])

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -330,3 +331,57 @@ def test_another_output_dtype(place: Place, output_dtype: torch.dtype) -> None:
     for name, of in found.items():
         assert of.values().dtype == output_dtype
         torch.testing.assert_close(of.values(), expected[name].values().to(output_dtype), rtol=0, atol=0)
+
+
+class Listed(nn.Module):
+    """What a model makes of its rows: the sum of each sample's, by features."""
+
+    def __init__(self, keys: str, **options: Any) -> None:
+        super().__init__()
+        self.rows = ScheduledEmbeddingCollection([table("x", 7, *keys)], PLACE.device, **options)
+        self.over = nn.Linear(WIDTH, 2, device=PLACE.device)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        found = self.rows(features)
+        return torch.cat([self.over(of.values()).cumsum(0) for of in found.values()])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("keys", ["a", "ab"])
+def test_exported(place: Place, keys: str) -> None:
+    torch.manual_seed(0)
+    model = Listed(keys).eval()
+    sizes: list[Any] = [{0: torch.export.Dim.DYNAMIC}, None, {0: torch.export.Dim.DYNAMIC}, None, None, None]
+    given = features_of(2, 3, list(keys))
+    exported = torch.export.export(model, (given,), dynamic_shapes=(sizes,), strict=False).module()
+    for seed, samples in ((2, 3), (4, 5)):
+        features = features_of(seed, samples, list(keys))
+        torch.testing.assert_close(exported(features), model(features), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_with_breaks(place: Place) -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = Listed("ab")
+    compiled = torch.compile(model, backend="aot_eager")
+    for seed in (2, 4):
+        features = features_of(seed, seed, ["a", "b"])
+        torch.testing.assert_close(compiled(features), model(features))
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_updates_under_autocast_and_checkpointing(place: Place, is_on: bool) -> None:
+    """The linear layer's products are of 16 bits; rows, their sum over both lookups and the update are not. Computed once."""
+    options = {"optimizer": "adagrad", "optimizer_options": {"learning_rate": 0.5}}
+    tables = []
+    for is_recomputed in (False, True):
+        torch.manual_seed(0)
+        model, features = Listed("ab", **options), features_of(2, 4, ["a", "b"])
+        with torch.autocast(torch.device(PLACE.device).type, torch.bfloat16, enabled=is_on):
+            of = [checkpoint(model, features, use_reentrant=False) if is_recomputed else model(features) for _ in range(2)]
+        assert of[0].dtype == (torch.bfloat16 if is_on else torch.float32)
+        (of[0].float().square().sum() + of[1].float().sum()).backward()
+        assert int(model.rows.optimizers[0].step) == 1
+        tables.append(model.rows.embeddings["x"].weight.detach().clone())
+    assert torch.equal(*tables)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from jagged.ops import BagLayout, BagOptimizer, JointUpdate, embedding_bags
@@ -303,3 +304,17 @@ def test_in_a_captured_graph(place: Place) -> None:
         step(eager)
     torch.testing.assert_close(graphed.weights, eager.weights)
     assert int(graphed.optimizer.step) == int(eager.optimizer.step) == 4
+
+
+def test_a_call_of_a_fake_mode_leaves_nothing_behind(place: Place) -> None:
+    """The node behind all lookups is made once, and is of no mode."""
+    traced, plain = made("adagrad"), made("adagrad")
+    ids, offsets = lookups_of(POOLED, 1)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        found = traced.embedding_bags(POOLED, ids, offsets, backend=place.backend)
+        assert isinstance(found, FakeTensor)
+    assert type(traced._node()) is Tensor
+    for of in (traced, plain):
+        losses(look_up(of, 0)).backward()
+    assert torch.equal(traced.weights, plain.weights)
+    assert type(traced.weights) is Tensor
