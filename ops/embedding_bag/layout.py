@@ -306,19 +306,22 @@ def _new_batches(of: _OfBatches, sizes: tuple[int, ...], device: torch.device, n
         return _traced_batches(of, sizes, device, num_samples)
     of_features = list(zip(sizes, of.widths, of.columns[:-1], of.sequences, strict=True))
     pooled = sum(count * width for count, width, _, is_sequence in of_features if not is_sequence)
-    # Where the next one begins: a pooled feature, a sequence.
-    first, rows, ends = 0, [], [0, pooled]
+    first, rows = 0, []
+    # Where the next one begins.
+    next_pooled, next_sequence = 0, pooled
     for count, width, column, is_sequence in of_features:
-        begin, stride = ends[is_sequence], width
-        ends[is_sequence] += count * width
-        if num_samples is not None and not is_sequence:
-            begin, stride = column, of.columns[-1]
+        if is_sequence:
+            begin, stride, next_sequence = next_sequence, width, next_sequence + count * width
+        else:
+            begin, stride, next_pooled = next_pooled, width, next_pooled + count * width
+            if num_samples is not None:
+                begin, stride = column, of.columns[-1]
         # A named tuple would make Dynamo compile for each number.
         rows.append(tuple(OfBatch(first_bag=first, num_bags=count, output_begin=begin, output_stride=stride)))
         first += count
     with as_real_tensors():
         host = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(BATCH))
-        return Batches(host, host.to(device), ends[1])
+        return Batches(host, host.to(device), next_sequence)
 
 
 def _traced_batches(of: _OfBatches, sizes: tuple[int, ...], device: torch.device, num_samples: int | None) -> Batches:
