@@ -1,4 +1,4 @@
-"""Lookups of several calls, in the same tables, whose rows one update changes together."""
+"""Lookups of several calls, and scores against the tables that they read, whose rows one update changes together."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from torch.autograd.function import once_differentiable
 from jagged.ops.embedding_bag.api import prepared
 from jagged.ops.embedding_bag.fields import BATCH, OfBatch
 from jagged.ops.embedding_bag.layout import BagLayout, as_real_tensors
-from jagged.ops.embedding_bag.optimizers import BagOptimizer
+from jagged.ops.embedding_bag.optimizers import SQUARES, BagOptimizer, Rule
 from jagged.ops.embedding_bag.plans import BagSchedules
 from jagged.ops.embedding_bag.spec import (
     CHANGED,
     EMBEDDING_BAGS,
+    UPDATE,
     Inputs,
     Options,
     UpdateInputs,
+    UpdateOptions,
     WeightsInputs,
     gradient_of_samples,
     update_rows,
@@ -28,7 +30,7 @@ from jagged.ops.embedding_bag.spec import (
 
 
 class _Call(NamedTuple):
-    """What a lookup hands over in the backward pass: the gradient of its output beside its ids, and who is to update."""
+    """What a lookup, or a table, hands over in the backward pass: the gradient of its output beside its ids; who is to update."""
 
     layout: BagLayout
     lookups: WeightsInputs
@@ -37,19 +39,26 @@ class _Call(NamedTuple):
 
 
 class JointUpdate:
-    """One update of tables for all lookups that a call of backward reaches, whichever calls and layouts they are of.
+    """One update of tables for all that a call of backward reaches: lookups, of whatever calls and layouts, and scores.
 
     `embedding_bags(..., optimizer=...)` changes rows as soon as backward comes to it, so that a row of two calls is changed
     twice, and the second call's gradient of ids' weights finds other tables. Here lookups hand their gradients over, and the rows
-    are changed when all have done so: once each, by the sum of all their gradients.
+    are changed when all have done so: once each, by the sum of all their gradients. So do heads that score against a table, which
+    `table` gives them.
 
     Every lookup depends on one node of the graph, which autograd reaches when it has come through all lookups of this call of
     backward. What it does not reach changes nothing.
+
+    With `holds` calls of backward keep their gradients, beside the ids, until `step` makes one update of all that they kept. So
+    micro-batches are accumulated, and gradients are clipped by a norm that is known after all of them.
 
     Args:
         weights: `[layout.num_elements]`, the tables.
         optimizer: of a layout with the same tables.
         check: called before each update, may raise.
+
+    Attributes:
+        holds: whether backward leaves the update to `step`; False at first.
 
     Raises:
         RuntimeError: in backward, where the tables have changed since a lookup whose ids' weights want a gradient; inside
@@ -75,6 +84,10 @@ class JointUpdate:
         self._stream = 0
         self._calls: list[_Call] = []
         self._backward = -1
+        self.holds = False
+        self._held: list[_Call] = []
+        self._squares: Tensor | None = None
+        self._is_captured = False
 
     def embedding_bags(
         self,
@@ -106,6 +119,92 @@ class JointUpdate:
             output = _Lookup.apply(self._node(), inputs.per_sample_weights, self, layout, inputs, options, backend)
         return output.flatten() if layout.has_sequences else output
 
+    def table(self, number: int = 0, *, backend: str | None = None) -> Tensor:
+        """Return a table, `[rows, width]`, for whatever scores against it, and whose gradient is handed over as a lookup's.
+
+        A dense gradient is one of all rows. A sparse one, `[rows, width]` in COO, is one of the rows that its indices name, also
+        where they name a row several times, or with zeros. It has the dtype of the table, as gradients have in PyTorch, and is
+        added to those of lookups before anything is rounded to it.
+
+        Args:
+            number: which of the layout's tables.
+            backend: `"torch"`, `"triton"`, or None to choose by device.
+
+        Raises:
+            IndexError: there is no such table.
+
+        Example:
+            >>> import torch
+            >>> from jagged.ops import BagLayout, BagOptimizer, JointUpdate
+            >>> tables = JointUpdate(torch.zeros(6), BagOptimizer("sgd", BagLayout((3,), (2,)), learning_rate=1.0))
+            >>> (torch.tensor([[1.0, 2.0]]) @ tables.table().T).sum().backward()
+            >>> tables.table().view(3, 2)
+            tensor([[-1., -2.],
+                    [-1., -2.],
+                    [-1., -2.]])
+        """
+        if not 0 <= number < len(self.optimizer.layout.rows):
+            raise IndexError(f"number: expected one of {len(self.optimizer.layout.rows)} tables, got {number}")
+        if not torch.is_grad_enabled():
+            return self.optimizer.layout.views(self.weights)[number]
+        return _Table.apply(self._node(), self, number, backend)
+
+    def norm(self) -> Tensor:
+        """Return the L2 norm of the gradients that are held, each row's summed: `[]` float32, and 0 where there are none.
+
+        As long as the update itself, as it adds each row's gradients up.
+        """
+        if not self._held:
+            return torch.zeros((), device=self.weights.device)
+        # For the next call, too, and for `step`.
+        self._held = [_as_one(self._held)]
+        ((_, x, counted_rows, backend),) = self._held
+        if self._squares is None:
+            squares = torch.zeros(self.optimizer.layout.first_rows[-1], dtype=torch.float32, device=self.weights.device)
+            unused, step, rate = squares[:0], self.optimizer.step, self.optimizer.learning_rate
+            rule = Rule(SQUARES, 0.0, 0.0, 0.0, 0.0, False, True, None)
+            inputs = UpdateInputs._make((self.weights, squares, unused, None, step, rate, *x))
+            UPDATE(inputs, UpdateOptions._make((*rule, counted_rows)), backend)
+            self._squares = squares.sum(dtype=torch.float64)
+        return self._squares.sqrt().float()
+
+    def step(self, scale: Tensor | None = None) -> Tensor:
+        """Update each row that the held gradients name, once, by their sum; nothing where none are held.
+
+        Args:
+            scale: `[]`, what they are multiplied by.
+
+        Returns:
+            Tensor: `[]` bool on the device, whether the update was made: where a gradient, the scale or the norm that was asked
+            for is not finite, weights, states and the number of steps stay as they are. Nothing waits for the device.
+
+        Raises:
+            RuntimeError: the gradients are of a CUDA graph that was captured without this step.
+        """
+        if not self._held:
+            return torch.ones((), dtype=torch.bool, device=self.weights.device)
+        if self._is_captured and not _is_capturing(self.weights):
+            self.drop()
+            raise RuntimeError(
+                "step: a CUDA graph keeps its gradients from call to call, but no replay hands them over; capture the step, too"
+            )
+        call = _as_one(self._held)
+        x = call.lookups
+        are_finite = [torch.isfinite(of).all() for of in (x.grad, x.per_sample_weights, scale, self._squares) if of is not None]
+        is_step = torch.stack(are_finite).all()
+        self.drop()
+        if not is_step.is_cuda and not is_step:
+            return is_step
+        # Ids that no table has: nothing is read and nothing changes.
+        ids = torch.where(is_step, x.indices, -1) if is_step.is_cuda else x.indices
+        x = x._replace(grad=x.grad if scale is None else x.grad * scale, indices=ids)
+        self._update(call._replace(lookups=x), is_step)
+        return is_step
+
+    def drop(self) -> None:
+        """Forget the gradients that are held."""
+        self._held, self._squares = [], None
+
     def _node(self) -> Tensor:
         """What each lookup depends on; autograd runs a node on the stream that it was made on."""
         stream = torch.cuda.current_stream(self.weights.device).cuda_stream if self.weights.is_cuda else 0
@@ -127,15 +226,21 @@ class JointUpdate:
         calls, self._calls = self._calls, []
         if not calls or self._backward != torch._C._current_graph_task_id():
             return
+        if self.holds:
+            self._held += calls
+            self._squares, self._is_captured = None, _is_capturing(self.weights)
+            return
+        self._update(_as_one(calls))
+
+    def _update(self, call: _Call, is_step: Tensor | int = 1) -> None:
         if self._check is not None:
             self._check()
-        optimizer, first = self.optimizer, calls[0]
-        states = optimizer.first, optimizer.second, optimizer.last, optimizer.step, optimizer.learning_rate
-        lookups = _joined(calls) if len(calls) > 1 else first.lookups
-        update_rows(UpdateInputs._make((self.weights, *states, *lookups)), optimizer.rule, first.counted_rows, first.backend)
+        of = self.optimizer
+        x = UpdateInputs._make((self.weights, of.first, of.second, of.last, of.step, of.learning_rate, *call.lookups))
+        update_rows(x, of.rule, call.counted_rows, call.backend, is_step)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_token": None, "_calls": [], "_backward": -1}
+        return {**self.__dict__, "_token": None, "_calls": [], "_backward": -1, "_held": [], "_squares": None}
 
 
 class _Update(torch.autograd.Function):
@@ -162,7 +267,6 @@ class _Lookup(torch.autograd.Function):
         backend: str | None,
     ) -> Tensor:  # fmt: skip
         ctx.of, ctx.layout, ctx.backend, ctx.counted_rows = of, layout, backend, options.counted_rows
-        # A graph that is made inside a call of backward is computed again, and is not differentiated, or by one of its own.
         ctx.task = torch._C._current_graph_task_id()
         ctx.version = of.weights._version
         ctx.save_for_backward(inputs.indices, inputs.offsets, samples)
@@ -173,11 +277,7 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         of, (indices, offsets, samples) = ctx.of, ctx.saved_tensors
-        if ctx.task != -1 and ctx.task != torch._C._current_graph_task_id():
-            raise RuntimeError(
-                "embedding_bags: an optimizer in the backward pass cannot be told when reentrant checkpointing is done; use "
-                "checkpoint(..., use_reentrant=False)"
-            )
+        _refuse_reentrant(ctx.task)
         layout, (batches, host_batches) = ctx.layout, ctx.batches
         grad = grad.contiguous()
         of_layout = layout.tensor(grad.device), batches, layout.fields, host_batches
@@ -190,9 +290,59 @@ class _Lookup(torch.autograd.Function):
         return None, of_samples, None, None, None, None, None
 
 
-def _joined(calls: list[_Call]) -> WeightsInputs:
+class _Table(torch.autograd.Function):
+    """A table, whose backward pass hands its gradient over: one lookup of each row that has one."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, of: JointUpdate, number: int, backend: str | None) -> Tensor:
+        ctx.of, ctx.number, ctx.backend = of, number, backend
+        ctx.task = torch._C._current_graph_task_id()
+        # Not a view, of which autograd would want to know what becomes of the other tables.
+        return of.optimizer.layout.views(of.weights)[number].detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        of = ctx.of
+        _refuse_reentrant(ctx.task)
+        if grad.is_sparse:
+            ids, rows = grad._indices()[0], grad._values()
+        else:
+            ids, rows = torch.arange(grad.shape[0], device=grad.device), grad
+        layout = _alone(of.optimizer.layout, ctx.number)
+        ends = torch.arange(ids.shape[0] + 1, device=ids.device)
+        of_layout = layout.tensor(grad.device), None, layout.fields, None
+        of._hand_over(_Call(layout, WeightsInputs(rows.contiguous(), ids, ends, None, *of_layout), None, ctx.backend))
+        return None, None, None, None
+
+
+def _refuse_reentrant(task: int) -> None:
+    """Refuse a node that was made inside another call of backward: it is computed again, and differentiated by one of its own."""
+    if task != -1 and task != torch._C._current_graph_task_id():
+        raise RuntimeError(
+            "embedding_bags: an optimizer in the backward pass cannot be told when reentrant checkpointing is done; use "
+            "checkpoint(..., use_reentrant=False)"
+        )
+
+
+def _is_capturing(like: Tensor) -> bool:
+    return like.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _as_one(calls: list[_Call]) -> _Call:
+    """Return what several calls hand over as what one does."""
+    first = calls[0]
+    if len(calls) == 1:
+        return first
+    layout = _all_features(tuple(call.layout for call in calls))
+    counted_rows = next((call.counted_rows for call in calls if call.counted_rows is not None), None)
+    backend = next((call.backend for call in calls if call.backend is not None), None)
+    return _Call(layout, _joined(calls, layout), counted_rows, backend)
+
+
+def _joined(calls: list[_Call], layout: BagLayout) -> WeightsInputs:
     """Return the gradients and the lookups of all calls as those of one, whose features are theirs one after the other."""
-    layout, given = _all_features(tuple(call.layout for call in calls)), [call.lookups for call in calls]
+    given = [call.lookups for call in calls]
     rows: list[tuple[int, ...]] = []
     offsets, first_bag, begin, first_id = [], 0, 0, 0
     for call, x in zip(calls, given, strict=True):
@@ -232,6 +382,12 @@ def _all_features(layouts: tuple[BagLayout, ...]) -> BagLayout:
     tables = [table for layout in layouts for table in layout.tables or ()]
     means = [is_mean for layout in layouts for is_mean in layout.means or ()]
     return BagLayout(first.rows, first.widths, tuple(tables), tuple(means))
+
+
+@functools.lru_cache(maxsize=64)
+def _alone(layout: BagLayout, number: int) -> BagLayout:
+    """Return the tables of a layout with one feature, which reads one of them."""
+    return BagLayout(layout.rows, layout.widths, (number,))
 
 
 @functools.lru_cache(maxsize=256)

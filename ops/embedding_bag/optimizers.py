@@ -11,6 +11,8 @@ from jagged.ops.embedding_bag.layout import BagLayout
 
 Kind = Literal["sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam", "lamb", "rowwise_lamb"]
 KINDS = get_args(Kind)
+# What changes nothing: sums of each row's squares of gradients, for their norm.
+SQUARES = "rowwise_norm"
 # Of each kind: what its first and its second state have, a number for each element or for each row of a table, or nothing.
 STATES: dict[str, tuple[str, str]] = {
     "sgd": ("", ""),
@@ -20,6 +22,7 @@ STATES: dict[str, tuple[str, str]] = {
     "rowwise_adam": ("element", "row"),
     "lamb": ("element", "element"),
     "rowwise_lamb": ("element", "row"),
+    SQUARES: ("row", ""),
 }
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 ADAGRADS, ADAMS = ("adagrad", "rowwise_adagrad"), ("adam", "rowwise_adam")

@@ -236,9 +236,11 @@ def gradient_of_samples(weights: Tensor, grad: Tensor, x: Lookups, dtype: torch.
     return SAMPLES_BACKWARD(samples, SamplesOptions(dtype), backend).gradient
 
 
-def update_rows(x: UpdateInputs, rule: tuple[Any, ...], counted_rows: int | None, backend: str | None) -> None:
-    """Change the rows that were read, and their states, as one more step."""
-    x.step.add_(1)
+def update_rows(
+    x: UpdateInputs, rule: tuple[Any, ...], counted_rows: int | None, backend: str | None, is_step: Tensor | int = 1
+) -> None:
+    """Change the rows that were read, and their states, as one more step, if it is one: 1, or a bool on the device."""
+    x.step.add_(is_step)
     UPDATE(x, UpdateOptions._make((*rule, counted_rows)), backend)
     # Kernels count no change of their own.
     torch.autograd.graph.increment_version(x.weights)

@@ -17,7 +17,7 @@ from jagged.ops._shared.offsets import covering
 from jagged.ops._shared.rounding import rounded
 from jagged.ops.embedding_bag.checks import refuse_wrong_ids
 from jagged.ops.embedding_bag.fields import BATCH, FEATURE, OfBatch, OfFeature
-from jagged.ops.embedding_bag.optimizers import ADAGRADS, ADAMS
+from jagged.ops.embedding_bag.optimizers import ADAGRADS, ADAMS, SQUARES
 from jagged.ops.embedding_bag.spec import (
     Gradient,
     Inputs,
@@ -250,6 +250,9 @@ def _update_table(x: UpdateInputs, rule: UpdateOptions, feature: Feature, rows: 
     weights, first, second, step = x.weights, x.first, x.second, x.step
     table = table_of(weights, feature)
     of_rows = slice(feature.of.first_row, feature.of.first_row + feature.of.rows)
+    if rule.kind == SQUARES:
+        first[of_rows][rows] = grad.square().sum(1).to(first.dtype)
+        return
     old = table[rows].to(grad.dtype)
     rate = x.learning_rate.to(grad.dtype)
     if rule.weight_decay and not rule.is_decoupled:

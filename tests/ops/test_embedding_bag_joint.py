@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from jagged.ops import BagLayout, BagOptimizer, JointUpdate, embedding_bags
+from jagged.ops import BagLayout, BagOptimizer, JointUpdate, embedding_bags, sampled_linear_cross_entropy
 from tests.gathering import GATHERINGS, gathering
 from tests.graphs import captured
 from tests.places import PLACE, Place
@@ -318,3 +319,210 @@ def test_a_call_of_a_fake_mode_leaves_nothing_behind(place: Place) -> None:
         losses(look_up(of, 0)).backward()
     assert torch.equal(traced.weights, plain.weights)
     assert type(traced.weights) is Tensor
+
+
+def scores_of(table: Tensor, seed: int, *, sparse: bool, rows: slice | None = None) -> Tensor:
+    """A loss against sampled rows of a table, whose last ones are nobody's."""
+    hidden, targets = random_tensor((6, table.shape[1]), torch.float32, seed), torch.tensor([0, 3, -100, 5, 3, 1])
+    negatives = torch.tensor([[1, 4, 4], [2, 0, 5]] * 3)
+    targets, negatives = targets.to(PLACE.device), negatives.to(PLACE.device)
+    part = slice(None) if rows is None else rows
+    return sampled_linear_cross_entropy(
+        hidden[part].to(table.dtype), table, targets[part], negatives[part], sparse=sparse, backend=PLACE.backend, reduction="sum"
+    )
+
+
+@pytest.mark.parametrize("gathered", GATHERINGS)
+@pytest.mark.parametrize("score", ["dense", "sparse"])
+@pytest.mark.parametrize("kind", ["sgd", "rowwise_adagrad", "adam"])
+def test_rows_that_are_read_and_scored_are_updated_once(place: Place, kind: str, score: str, gathered: str) -> None:
+    """A sparse gradient is one of the rows it names; a dense one of all, so that Adam moves each by its momentum."""
+    tables, table = made(kind), POOLED.views(random_tensor((POOLED.num_elements,), torch.float32, 0))[0].double().clone()
+    other = POOLED.views(tables.weights)[1].clone()
+    m, v = torch.zeros_like(table), torch.zeros_like(table)
+    with gathering(gathered):
+        for step in range(2):
+            ids, offsets = lookups_of(LISTED, step)
+            leaf = table.float().requires_grad_()
+            read = tables.embedding_bags(LISTED, ids, offsets, backend=place.backend)
+            scored = tables.table(0, backend=place.backend)
+            assert (scored.shape, scored.requires_grad) == (ROWS[:1] + WIDTHS[:1], True)
+            (losses([read]) + scores_of(scored, step, sparse=score == "sparse")).backward()
+            (losses([leaf[ids.long()].flatten()]) + scores_of(leaf, step, sparse=False)).backward()
+            assert leaf.grad is not None
+            grad, touched = leaf.grad.double(), torch.zeros(ROWS[0], 1, dtype=torch.bool, device=PLACE.device)
+            touched[ids.long()] = True
+            touched[:6] = True
+            touched |= score == "dense"
+            if kind == "sgd":
+                change = grad
+            elif kind == "rowwise_adagrad":
+                v += torch.where(touched, grad.square().mean(1, keepdim=True), 0)
+                change = torch.where(touched, grad / (v.sqrt() + 1e-8), 0)
+            else:
+                m = torch.where(touched, 0.9 * m + 0.1 * grad, m)
+                v = torch.where(touched, 0.999 * v + 0.001 * grad.square(), v)
+                change = m / (1 - 0.9 ** (step + 1)) / ((v / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8)
+            table -= torch.where(touched, 0.125 * change, 0)
+    assert int(tables.optimizer.step) == 2
+    found = POOLED.views(tables.weights)
+    torch.testing.assert_close(found[0].double(), table, rtol=2e-4, atol=2e-5)
+    assert torch.equal(found[1], other)
+
+
+def test_a_table_is_scored_by_plain_pytorch(place: Place) -> None:
+    """By any operation, several times, and beside a gradient that is sparse; without gradients it is the table itself."""
+    tables = made()
+    before = POOLED.views(tables.weights)[1].clone()
+    scored, leaf = tables.table(1, backend=place.backend), before.clone().requires_grad_()
+    for table in (scored, leaf):
+        ids = torch.tensor([3, 3, 39], device=PLACE.device)
+        rows = torch.nn.functional.embedding(ids, table, sparse=True)
+        (table.square().sum() + (rows * torch.arange(3, device=PLACE.device)[:, None]).sum()).backward()
+    assert leaf.grad is not None
+    torch.testing.assert_close(POOLED.views(tables.weights)[1], before - 0.125 * leaf.grad)
+    with torch.no_grad():
+        found = tables.table(1)
+    assert found.data_ptr() == POOLED.views(tables.weights)[1].data_ptr()
+    assert not found.requires_grad
+
+
+def test_a_table_of_sixteen_bits(place: Place) -> None:
+    """Its gradient has its dtype; added to a lookup's it is rounded no more before the update."""
+    tables = made("sgd", random_tensor((POOLED.num_elements,), torch.float16, 0))
+    before = POOLED.views(tables.weights)[0].clone()
+    ids, offsets = torch.tensor([1, 1], device=PLACE.device), torch.tensor([0, 2, 2], device=PLACE.device)
+    read = tables.embedding_bags(LISTED, ids, offsets, backend=place.backend)
+    (read.sum() * (1 + 2**-12) + tables.table(0, backend=place.backend)[1].sum()).backward()
+    expected = (before[1].float() - 0.125 * (3 + 2**-11)).half()
+    torch.testing.assert_close(POOLED.views(tables.weights)[0][1], expected, rtol=0, atol=0)
+
+
+def test_there_is_no_such_table(place: Place) -> None:
+    with pytest.raises(IndexError) as caught:
+        made().table(2)
+    assert str(caught.value) == "number: expected one of 2 tables, got 2"
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_scores_under_checkpointing(place: Place, use_reentrant: bool) -> None:
+    tables, plain = made(), made()
+    scale = torch.tensor(2.0, device=PLACE.device, requires_grad=True)
+
+    def loss(of: JointUpdate, scale: Tensor) -> Tensor:
+        return scores_of(of.table(0, backend=place.backend), 0, sparse=True) * scale
+
+    total = checkpoint(loss, tables, scale, use_reentrant=use_reentrant)
+    if use_reentrant:
+        with pytest.raises(RuntimeError, match="an optimizer in the backward pass cannot be told when reentrant"):
+            total.backward()
+        return
+    total.backward()
+    loss(plain, scale).backward()
+    assert torch.equal(tables.weights, plain.weights)
+
+
+def held_loss(of: JointUpdate, rows: slice, seed: int) -> Tensor:
+    """A micro-batch: some of the samples of a sum over lookups and scores."""
+    ids, offsets = lookups_of(LISTED, seed)
+    read = of.embedding_bags(LISTED, ids, offsets, backend=PLACE.backend)
+    return read.square().sum() + scores_of(of.table(0, backend=PLACE.backend), seed, sparse=True, rows=rows)
+
+
+@pytest.mark.parametrize("gathered", GATHERINGS)
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adam"])
+def test_held_gradients_are_accumulated(place: Place, kind: str, gathered: str) -> None:
+    """Two calls of backward and one update are one call; the norm is that of a dense gradient, a scale multiplies it."""
+    held, once = made(kind), made(kind)
+    held.holds = True
+    for step in range(2):
+        before, parts = held.weights.clone(), [(slice(0, 2), 2 * step), (slice(2, 6), 2 * step + 1)]
+        with gathering(gathered):
+            for rows, seed in parts:
+                held_loss(held, rows, seed).backward()
+            assert torch.equal(held.weights, before)
+            assert int(held.optimizer.step) == step
+            norm = held.norm()
+            assert bool(held.step(torch.tensor(0.5, device=PLACE.device)))
+            (0.5 * (held_loss(once, *parts[0]) + held_loss(once, *parts[1]))).backward()
+        leaf = POOLED.views(before)[0].clone().requires_grad_()
+        for rows, seed in parts:
+            ids, _ = lookups_of(LISTED, seed)
+            (leaf[ids.long()].square().sum() + scores_of(leaf, seed, sparse=False, rows=rows)).backward()
+        assert leaf.grad is not None
+        torch.testing.assert_close(norm, leaf.grad.norm(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(held.weights, once.weights, rtol=1e-5, atol=1e-6)
+        assert int(held.optimizer.step) == step + 1
+    assert not torch.equal(held.weights, made(kind).weights)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("what", ["gradient", "weight", "scale", "norm"])
+def test_what_is_not_finite_changes_nothing(place: Place, what: str) -> None:
+    """A gradient, one by way of an id's weight, the scale; or their norm, where finite gradients of a row have no finite sum."""
+    tables = made("adam")
+    tables.holds = True
+    held_loss(tables, slice(0, 6), 0).backward()
+    assert bool(tables.step())
+    before = {"weights": tables.weights.clone(), **{name: x.clone() for name, x in tables.optimizer.state().items()}}
+    ids, offsets = torch.tensor([2, 2], device=PLACE.device), torch.tensor([0, 2, 2], device=PLACE.device)
+    samples = torch.tensor([1.0, torch.inf if what == "weight" else 1.0], device=PLACE.device)
+    read = tables.embedding_bags(LISTED, ids, offsets, per_sample_weights=samples, backend=place.backend)
+    factor = {"gradient": torch.nan, "norm": 3e38}.get(what, 1.0)
+    read.nan_to_num(0, 0, 0).backward(torch.full_like(read, factor))
+    if what == "norm":
+        assert bool(tables.norm().isinf())
+    scale = torch.tensor(torch.inf if what == "scale" else 1.0, device=PLACE.device)
+    assert not bool(tables.step(scale))
+    for name, x in {"weights": tables.weights, **tables.optimizer.state()}.items():
+        assert torch.equal(x, before[name]), name
+    # And nothing of it is left.
+    assert float(tables.norm()) == 0
+    assert bool(tables.step())
+    held_loss(tables, slice(0, 6), 1).backward()
+    assert bool(tables.step())
+    assert int(tables.optimizer.step) == 2
+
+
+def test_gradients_that_are_dropped(place: Place) -> None:
+    tables = made()
+    tables.holds = True
+    before = tables.weights.clone()
+    held_loss(tables, slice(0, 6), 0).backward()
+    tables.drop()
+    assert bool(tables.step())
+    assert torch.equal(tables.weights, before)
+    assert int(tables.optimizer.step) == 0
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_holds_its_step(place: Place) -> None:
+    """Where it does not, replays would hand nothing over."""
+    eager, graphed = made("rowwise_adagrad"), made("rowwise_adagrad")
+    (ids, offsets), scale = lookups_of(LISTED, 1), torch.tensor(0.5, device=PLACE.device)
+    ends = offsets[::BAGS].tolist()
+    totals = [end - begin for begin, end in pairwise(ends)]
+
+    def step(of: JointUpdate, *, with_step: bool = True) -> Tensor:
+        of.holds = True
+        read = of.embedding_bags(LISTED, ids, offsets, sequence_totals=totals, backend=place.backend)
+        total = read.square().sum() + scores_of(of.table(0, backend=place.backend), 0, sparse=True)
+        total.backward()
+        if with_step:
+            of.norm()
+            of.step(scale)
+        return total.detach()
+
+    graph, _ = captured(lambda: step(graphed))
+    graph.replay()
+    for _ in range(4):
+        step(eager)
+    torch.testing.assert_close(graphed.weights, eager.weights)
+    assert int(graphed.optimizer.step) == int(eager.optimizer.step) == 4
+    without = made()
+    captured(lambda: step(without, with_step=False))
+    with pytest.raises(RuntimeError) as caught:
+        without.step()
+    assert str(caught.value) == (
+        "step: a CUDA graph keeps its gradients from call to call, but no replay hands them over; capture the step, too"
+    )

@@ -19,7 +19,7 @@ from jagged.ops._shared.matrices import gpu
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.embedding_bag.fields import BATCH, FEATURE, TABLE
 from jagged.ops.embedding_bag.layout import MOST_COUNTED
-from jagged.ops.embedding_bag.optimizers import MOMENTS, STATES
+from jagged.ops.embedding_bag.optimizers import MOMENTS, SQUARES, STATES
 from jagged.ops.embedding_bag.plans import PROGRAMS
 from jagged.ops.embedding_bag.spec import (
     Gradient,
@@ -296,6 +296,8 @@ def update(x: UpdateInputs, o: UpdateOptions) -> Nothing:
         needed, cure = o.kind, f"take {'adagrad' if o.kind == 'rowwise_adagrad' else 'adam'}"
         if not takes_whole_rows(o.kind, False, False):
             needed, cure = ("max_norm" if o.max_norm is not None else "decay_missed_steps"), "leave it out"
+        if o.kind == SQUARES:
+            needed, cure = "the norm of gradients", "leave clipping out"
         raise ValueError(f"layout: expected at most {most:,} columns for {needed} on a GPU, got {widest:,}; {cure}")
     _Sums(x, rows, o.counted_rows).take()
     return Nothing()

@@ -130,11 +130,14 @@ def apply_sums(
 ):  # fmt: skip
     """Store sums of gradients, `[rows, columns]`, or update weights and states by them; `old` are the weights.
 
-    With `lanes` sums are `[32, pieces, columns]`: that many of a warp's lanes have parts of one row.
+    `"rowwise_norm"` stores nothing but the sum of each row's squares, in `first`. With `lanes` sums are `[32, pieces, columns]`:
+    that many of a warp's lanes have parts of one row.
     """
     mask = by_row(is_stored, sums) & in_row
     new = sums
-    if KIND != "none":
+    if KIND == "rowwise_norm":
+        tl.store(first + row, sum_of_squares(tl.where(mask, sums, 0.0), lanes), mask=is_stored)
+    elif KIND != "none":
         eps, beta1, beta2, weight_decay, rest1, rest2, max_norm = numbers
         if last_step is not None:
             # What updates that did not read the row would have made of it.
@@ -163,7 +166,7 @@ def apply_sums(
             tl.store(last_step + row, tl.load(step) + tl.zeros_like(row), mask=is_stored)
     if IS_STOCHASTIC:
         tl.store(weights + element, rounded_at_random(new, element, tl.load(step)), mask=mask)
-    else:
+    elif KIND != "rowwise_norm":
         tl.store(weights + element, new.to(weights.dtype.element_ty), mask=mask)
 
 
