@@ -12,6 +12,7 @@ from jagged.modules.embedding_bags_sharding import ScheduledEmbeddingBagCollecti
 from jagged.modules.embedding_sequences import ScheduledEmbeddingCollection
 from jagged.modules.group_sparse import GroupSparseHead
 from jagged.modules.heads import CutCrossEntropyHead, HeadOutput, SampledCrossEntropyHead
+from jagged.modules.held_updates import HeldUpdates
 from jagged.modules.hstu import HSTUBlock
 from jagged.modules.interaction import CrossNet, DotInteraction, JaggedFeatureInteraction
 from jagged.modules.jagged_module import JaggedModule
@@ -44,6 +45,7 @@ __all__ = [
     "GroupSparseHead",
     "HSTUBlock",
     "HeadOutput",
+    "HeldUpdates",
     "InBatchSampler",
     "ItemMasking",
     "JaggedCrossAttention",

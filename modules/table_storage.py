@@ -128,6 +128,7 @@ class TableStorage:
     ) -> None:
         self.layout = layout
         self.optimizer: BagOptimizer | None = None
+        self._holds = False
         self._bags = list(bags)
         self._make_optimizer = optimizer
         self.gather()
@@ -146,6 +147,30 @@ class TableStorage:
         if samples is not None and samples.requires_grad and isinstance(weights, Tensor):
             self.watch(weights, found)
         return found
+
+    def scored(self, number: int) -> Tensor:
+        """Return a table for a head: its parameter, or what hands the head's gradient to the optimizer in the backward pass.
+
+        Raises:
+            RuntimeError: as `lookup`.
+        """
+        if self._updates is not None and self.learns() and self._is_unchanged():
+            _refuse_copies()
+            return self._updates.table(number)
+        self.weights()
+        return self._bags[number].weight
+
+    @property
+    def updates(self) -> JointUpdate | None:
+        """What updates the tables in the backward pass; None without an optimizer, or on the meta device."""
+        return self._updates
+
+    def hold(self, holds: bool) -> None:
+        """Let the backward pass keep gradients for `updates.step`, or update by itself again; what is kept is dropped."""
+        self._holds = holds
+        if self._updates is not None:
+            self._updates.drop()
+            self._updates.holds = holds
 
     def weights(self) -> Tensor | tuple[Tensor, ...]:
         """What a forward pass reads: the tensor, tied to parameters' gradients where they need any, or exchanged parameters."""
@@ -289,6 +314,7 @@ class TableStorage:
         for name, state in self.optimizer.state().items():
             setattr(self.optimizer, name, state.to(storage.device))
         self._updates = JointUpdate(storage, self.optimizer, self.check_all_learn)
+        self._updates.holds = self._holds
 
     def _found(self) -> list[nn.Parameter]:
         return [cast(nn.Parameter, bag.weight) for bag in self._bags]
@@ -361,9 +387,9 @@ class TableStorage:
         return first.as_strided((self.layout.num_elements,), (1,), begin)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what `gather` makes."""
+        """Without what `gather` makes; who steps this one does not step a copy, which updates by itself."""
         made = {"_storage", "_parameters", "_slots", "_changes", "_seen", "_learner", "_whole", "_updates", "_stream"}
-        return {name: value for name, value in self.__dict__.items() if name not in made}
+        return {name: value for name, value in self.__dict__.items() if name not in made} | {"_holds": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # The bags may not be whole yet: who holds them calls `gather`.

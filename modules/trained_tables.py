@@ -59,6 +59,37 @@ class TrainedTables(nn.Module):
         """
         return [part.tables.optimizer for part in self._parts if part.tables.optimizer is not None]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def scored(self, name: str) -> Tensor:
+        """Return a table `[num_embeddings, embedding_dim]` for a head that scores against it.
+
+        Without an optimizer it is the parameter. With one the gradient that it gets in the backward pass, dense or sparse, is
+        added to those of lookups, and the rows are updated once. A dense gradient is one of all rows: a head of sampled items
+        takes `sparse=True`, so that only those are touched.
+
+        Raises:
+            KeyError: there is no such table.
+            RuntimeError: tables with an optimizer in one of several processes, which has to be sharded.
+
+        Example:
+            >>> import torch
+            >>> from torchrec.modules.embedding_configs import EmbeddingConfig
+            >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+            >>> from jagged.modules import ScheduledEmbeddingCollection
+            >>> config = EmbeddingConfig(name="item", embedding_dim=4, num_embeddings=10, feature_names=["history"])
+            >>> tables = ScheduledEmbeddingCollection([config], optimizer="sgd", optimizer_options={"learning_rate": 0.1})
+            >>> history = KeyedJaggedTensor(keys=["history"], values=torch.tensor([3, 5]), lengths=torch.tensor([2]))
+            >>> rows = tables(history)["history"].values()
+            >>> (rows @ tables.scored("item").T).logsumexp(1).sum().backward()  # one update of each row
+            >>> tables.optimizers[0].step
+            tensor(1)
+        """
+        for part in self._parts:
+            if name in part.names:
+                return part.tables.scored(part.names.index(name))
+        names = [of for part in self._parts for of in part.names if of]
+        raise KeyError(f"name: expected one of {', '.join(names)}, got {name!r}")
+
     def optimizer_state_dict(self) -> dict[str, Tensor]:
         """The fused optimizers' tensors, for a checkpoint beside the state dict, which has the tables alone."""
         states = (optimizer.state().items() for optimizer in self.optimizers)

@@ -168,6 +168,14 @@ class JointUpdate:
             self._squares = squares.sum(dtype=torch.float64)
         return self._squares.sqrt().float()
 
+    def is_finite(self) -> Tensor:
+        """Return whether all that is held is finite, and the norm that was asked for: `[]` bool on the device."""
+        held = [x for call in self._held for x in (call.lookups.grad, call.lookups.per_sample_weights) if x is not None]
+        held += [] if self._squares is None else [self._squares]
+        if not held:
+            return torch.ones((), dtype=torch.bool, device=self.weights.device)
+        return torch.stack([torch.isfinite(x).all() for x in held]).all()
+
     def step(self, scale: Tensor | None = None) -> Tensor:
         """Update each row that the held gradients name, once, by their sum; nothing where none are held.
 
@@ -188,10 +196,10 @@ class JointUpdate:
             raise RuntimeError(
                 "step: a CUDA graph keeps its gradients from call to call, but no replay hands them over; capture the step, too"
             )
-        call = _as_one(self._held)
+        is_step, call = self.is_finite(), _as_one(self._held)
+        if scale is not None:
+            is_step = is_step & torch.isfinite(scale)
         x = call.lookups
-        are_finite = [torch.isfinite(of).all() for of in (x.grad, x.per_sample_weights, scale, self._squares) if of is not None]
-        is_step = torch.stack(are_finite).all()
         self.drop()
         if not is_step.is_cuda and not is_step:
             return is_step

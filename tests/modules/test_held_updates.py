@@ -1,0 +1,266 @@
+"""Tables that are read and scored against, and updated once: in the backward pass, or by a step that is held back."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from jagged.modules import (
+    CutCrossEntropyHead,
+    HeldUpdates,
+    SampledCrossEntropyHead,
+    ScheduledEmbeddingBagCollection,
+    ScheduledEmbeddingCollection,
+    UniformSampler,
+    share_tables,
+)
+from tests.places import PLACE, Place
+
+ITEMS, WIDTH = 11, 8
+RATE, EPS = 0.125, 1e-12
+
+
+def config(**more: Any) -> EmbeddingConfig:
+    return EmbeddingConfig(name="item", embedding_dim=WIDTH, num_embeddings=ITEMS, feature_names=["history"], **more)
+
+
+def options(kind: str | None) -> dict[str, Any]:
+    return {} if kind is None else {"optimizer": kind, "optimizer_options": {"learning_rate": RATE, "eps": EPS}}
+
+
+class Recommender(nn.Module):
+    """Histories through a linear layer, against the next item among all, or among drawn ones."""
+
+    def __init__(self, kind: str | None, head: nn.Module, **more: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.items = ScheduledEmbeddingCollection([config(**more)], PLACE.device, **options(kind))
+        self.over = nn.Linear(WIDTH, WIDTH, device=PLACE.device)
+        self.head = head
+
+    def forward(self, histories: KeyedJaggedTensor, targets: Tensor) -> Tensor:
+        rows = self.items(histories)["history"]
+        hidden = JaggedTensor(self.over(rows.values()), offsets=rows.offsets())
+        loss: Tensor = self.head(hidden, self.items.scored("item"), targets).loss
+        return loss
+
+
+def batch(seed: int) -> tuple[KeyedJaggedTensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([2, 0, 3])
+    ids, targets = (torch.randint(ITEMS - 2, (5,), generator=generator) for _ in range(2))
+    targets[0] = -100
+    return KeyedJaggedTensor(["history"], ids, lengths=lengths).to(PLACE.device), targets.to(PLACE.device)
+
+
+def all_items() -> nn.Module:
+    return CutCrossEntropyHead()
+
+
+def drawn_items() -> nn.Module:
+    return SampledCrossEntropyHead(UniformSampler(ITEMS, 3, seed=3, device=PLACE.device), sparse=True).eval()
+
+
+def dense_optimizer(kind: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD(parameters, lr=RATE)
+    if kind == "adagrad":
+        return torch.optim.Adagrad(parameters, lr=RATE, eps=EPS)
+    return torch.optim.AdamW(parameters, lr=RATE, eps=EPS, weight_decay=0.0)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam"])
+def test_a_head_over_all_items_trains_as_the_dense_optimizer(place: Place, kind: str) -> None:
+    """All rows are scored, so that Adam is dense Adam."""
+    fused, dense = Recommender(kind, all_items()), Recommender(None, all_items())
+    assert dense.items.scored("item") is dense.items.embeddings["item"].weight
+    updates = dense_optimizer(kind, [dense.items.embeddings["item"].weight])
+    for seed in range(3):
+        for model in (fused, dense):
+            model.zero_grad()
+            model(*batch(seed)).backward()
+        updates.step()
+        assert fused.items.embeddings["item"].weight.grad is None
+        torch.testing.assert_close(fused.over.weight.grad, dense.over.weight.grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            fused.items.embeddings["item"].weight, dense.items.embeddings["item"].weight, rtol=1e-4, atol=1e-5
+        )
+    assert int(fused.items.optimizers[0].step) == 3
+
+
+def test_a_head_over_drawn_items_touches_these(place: Place) -> None:
+    """Rows that are read, drawn or targets change by momentum, too; no other does."""
+    fused, dense = Recommender("adam", drawn_items()), Recommender(None, drawn_items())
+    weight, before = fused.items.embeddings["item"].weight, fused.items.embeddings["item"].weight.detach().clone()
+    own = dense.items.embeddings["item"].weight
+    updates = torch.optim.SparseAdam([own], lr=RATE, eps=EPS)
+    for seed in range(3):
+        fused(*batch(seed)).backward()
+        own.grad = None
+        dense(*batch(seed)).backward()
+        assert own.grad is not None
+        touched = {*batch(seed)[0].values().tolist(), *batch(seed)[1].tolist()} - {-100}
+        grad = own.grad.to_dense()
+        named = torch.tensor(sorted({*grad.any(1).nonzero()[:, 0].tolist(), *touched}), device=PLACE.device)
+        own.grad = torch.sparse_coo_tensor(named[None], grad[named], grad.shape)
+        updates.step()
+        torch.testing.assert_close(weight, own, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("head", [all_items, drawn_items])
+def test_clipped_by_a_norm_over_several_batches(place: Place, head: Any) -> None:
+    """As gradients of PyTorch that are accumulated and clipped with those of the rest of the model."""
+    fused, dense = Recommender("adagrad", head()), Recommender(None, head())
+    held = HeldUpdates(fused)
+    weights = [model.items.embeddings["item"].weight for model in (fused, dense)]
+    updates = torch.optim.Adagrad(dense.parameters(), lr=RATE, eps=EPS)
+    rest = torch.optim.Adagrad(fused.over.parameters(), lr=RATE, eps=EPS)
+    for step in range(2):
+        before = weights[0].detach().clone()
+        for model in (fused, dense):
+            model.zero_grad()
+            for part in range(2):
+                model(*batch(2 * step + part)).backward()
+        assert torch.equal(weights[0], before)
+        of_rest = nn.utils.get_total_norm([p.grad for p in fused.over.parameters() if p.grad is not None])
+        norm = torch.linalg.vector_norm(torch.stack([of_rest, held.norm()]))
+        scale = (0.25 / norm).clamp(max=1.0)
+        expected = nn.utils.clip_grad_norm_(dense.parameters(), 0.25)
+        torch.testing.assert_close(norm, expected, rtol=1e-4, atol=0)
+        assert float(scale) < 1
+        for parameter in fused.over.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(scale)
+        assert bool(held.step(scale))
+        rest.step()
+        updates.step()
+        torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
+    assert int(fused.items.optimizers[0].step) == 2
+    held.release()
+    before = weights[0].detach().clone()
+    fused(*batch(9)).backward()
+    assert not torch.equal(weights[0], before)
+
+
+class Halves(nn.Module):
+    """Tables of two data types, which two storages hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = [
+            EmbeddingConfig(name=name, embedding_dim=WIDTH, num_embeddings=ITEMS, feature_names=[name], data_type=data_type)
+            for name, data_type in (("a", DataType.FP32), ("b", DataType.FP16))
+        ]
+        self.rows = ScheduledEmbeddingCollection(tables, PLACE.device, **options("rowwise_adagrad"))
+
+    def forward(self, scale: float) -> Tensor:
+        ids = KeyedJaggedTensor(["a", "b"], torch.tensor([1, 2, 2, 3]), lengths=torch.tensor([2, 2])).to(PLACE.device)
+        found = self.rows(ids)
+        return found["a"].values().sum() + scale * found["b"].values().sum()
+
+
+def test_what_is_not_finite_in_one_storage_changes_none(place: Place) -> None:
+    model = Halves()
+    held = HeldUpdates(model)
+    before = copy.deepcopy(model.state_dict())
+    model(torch.inf).backward()
+    assert not bool(held.step())
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, before[name])
+    assert [int(of.step) for of in model.rows.optimizers] == [0, 0]
+    model(1.0).backward()
+    held.drop()
+    assert float(held.norm()) == 0
+    model(2.0).backward()
+    torch.testing.assert_close(float(held.norm()), (WIDTH * (1 + 1 + 4 + 4)) ** 0.5)
+    assert bool(held.step())
+    assert [int(of.step) for of in model.rows.optimizers] == [1, 1]
+
+
+def test_a_copy_updates_by_itself(place: Place) -> None:
+    """Nobody steps it; a copy of both holds its own model's updates."""
+    model = Recommender("sgd", all_items())
+    held = HeldUpdates(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        before = other.items.embeddings["item"].weight.detach().clone()
+        other(*batch(0)).backward()
+        assert not torch.equal(other.items.embeddings["item"].weight, before)
+    before = model.items.embeddings["item"].weight.detach().clone()
+    for both in (copy.deepcopy((model, held)), pickle.loads(pickle.dumps((model, held)))):
+        both[0](*batch(0)).backward()
+        assert torch.equal(both[0].items.embeddings["item"].weight, before)
+        assert bool(both[1].step())
+        assert not torch.equal(both[0].items.embeddings["item"].weight, before)
+    assert torch.equal(model.items.embeddings["item"].weight, before)
+
+
+def test_moved_and_loaded_tables_are_still_held(place: Place) -> None:
+    model = Recommender("sgd", all_items())
+    held = HeldUpdates(model)
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    model.double().float()
+    before = model.items.embeddings["item"].weight.detach().clone()
+    model(*batch(0)).backward()
+    assert torch.equal(model.items.embeddings["item"].weight, before)
+    assert bool(held.step())
+    assert not torch.equal(model.items.embeddings["item"].weight, before)
+
+
+def test_a_pooled_collection_shares_what_is_scored(place: Place) -> None:
+    """One update for bags, rows and scores, by the sum of their gradients."""
+    of_bags = EmbeddingBagConfig(name="item", embedding_dim=WIDTH, num_embeddings=ITEMS, feature_names=["liked"])
+    bags = ScheduledEmbeddingBagCollection([of_bags], device=PLACE.device, **options("sgd"))
+    rows = ScheduledEmbeddingCollection([config()], PLACE.device, **options("sgd"))
+    share_tables(bags, rows)
+    before = rows.embeddings["item"].weight.detach().clone()
+    liked = KeyedJaggedTensor(["liked"], torch.tensor([4, 4]), lengths=torch.tensor([2])).to(PLACE.device)
+    history = KeyedJaggedTensor(["history"], torch.tensor([4]), lengths=torch.tensor([1])).to(PLACE.device)
+    total = bags(liked).values().sum() + rows(history)["history"].values().sum()
+    (total + rows.scored("item")[4].sum() + bags.scored("item")[5].sum()).backward()
+    expected = before.clone()
+    expected[4] -= RATE * 4
+    expected[5] -= RATE
+    torch.testing.assert_close(rows.embeddings["item"].weight.detach(), expected)
+    assert int(rows.optimizers[0].step) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("is_on", [False, True])
+def test_autocast_checkpointing_and_compile(place: Place, is_on: bool) -> None:
+    """The table's gradient is float32 under autocast, too."""
+    found = []
+    for way in ("plain", "checkpoint", "compile"):
+        model = Recommender("adagrad", all_items())
+        call: Any = torch.compile(model, backend="aot_eager") if way == "compile" else model
+        with torch.autocast(torch.device(PLACE.device).type, torch.bfloat16, enabled=is_on):
+            loss = checkpoint(model, *batch(0), use_reentrant=False) if way == "checkpoint" else call(*batch(0))
+        loss.backward()
+        assert int(model.items.optimizers[0].step) == 1
+        found.append(model.items.embeddings["item"].weight.detach())
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    torch.testing.assert_close(found[2], found[0], rtol=1e-2 if is_on else 1e-5, atol=1e-2 if is_on else 1e-6)
+
+
+def test_what_is_refused(place: Place) -> None:
+    with pytest.raises(ValueError, match=r"^model: ") as caught:
+        HeldUpdates(nn.ModuleList([Recommender(None, all_items()), EmbeddingCollection([config()])]))
+    assert str(caught.value) == "model: expected tables with an optimizer, got none; give a collection one by optimizer"
+    with pytest.raises(KeyError) as missing:
+        Halves().rows.scored("c")
+    assert missing.value.args == ("name: expected one of a, b, got 'c'",)
+    model = Recommender("sgd", all_items())
+    model.items.embeddings["item"].weight.requires_grad_(False)
+    # Nothing learns, so that there is nothing to hand over.
+    assert model.items.scored("item") is model.items.embeddings["item"].weight
+    with torch.no_grad():
+        assert not Recommender("sgd", all_items()).items.scored("item").grad_fn
