@@ -76,6 +76,15 @@ class HeldUpdates:
         scale = torch.where(is_finite, scale, torch.nan)
         return torch.stack([of.step(scale) for of in updates]).all()
 
+    def take(self) -> list[list[Any]]:
+        """Take what is held, to give it back: of a CUDA graph, whose replays write the same tensors."""
+        return [of.take() for of in self._updates]
+
+    def give(self, taken: list[list[Any]]) -> None:
+        """Hold what was taken."""
+        for of, calls in zip(self._updates, taken, strict=True):
+            of.give(calls)
+
     def drop(self) -> None:
         """Forget the gradients that are held."""
         for of in self._updates:

@@ -160,6 +160,22 @@ class TableStorage:
         self.weights()
         return self._bags[number].weight
 
+    def update_by(self, optimizer: Callable[[BagLayout, torch.device], BagOptimizer]) -> None:
+        """Update in the backward pass from now on, by a new optimizer."""
+        self._make_optimizer, self.optimizer = optimizer, None
+        self.gather()
+
+    def states_by_table(self) -> list[dict[str, Tensor]]:
+        """For each table views of its optimizer's states, `[rows, width]` or `[rows]`, by name, and `step`; or nothing."""
+        of = self.optimizer
+        states: list[dict[str, Tensor]] = [{} if of is None else {"step": of.step} for _ in self._bags]
+        for name, has in of.states_of.items() if of is not None else ():
+            whole = getattr(of, name)
+            views = self.layout.views(whole) if has == "element" else whole.split(self.layout.rows)
+            for table, view in zip(states, views, strict=True):
+                table[name] = view
+        return states
+
     @property
     def updates(self) -> JointUpdate | None:
         """What updates the tables in the backward pass; None without an optimizer, or on the meta device."""

@@ -90,6 +90,29 @@ class TrainedTables(nn.Module):
         names = [of for part in self._parts for of in part.names if of]
         raise KeyError(f"name: expected one of {', '.join(names)}, got {name!r}")
 
+    def update_in_backward(self, optimizer: BagOptimizerKind, optimizer_options: dict[str, Any]) -> None:
+        """Let an optimizer update the tables in the backward pass from now on, as one that the collection was made with.
+
+        Args:
+            optimizer, optimizer_options: as of the collection. States begin anew; collections that share tables share them, too.
+
+        Raises:
+            ValueError: options that are unknown or missing, or out of their ranges.
+        """
+        self._optimizer = optimizer_maker(optimizer, optimizer_options)
+        assert self._optimizer is not None
+        for part in self._parts:
+            part.tables.update_by(self._optimizer)
+
+    def optimizer_states(self) -> dict[str, dict[str, Tensor]]:
+        """For each table, by name, views of its optimizer's states; nothing without one.
+
+        `first` and `second`, `[num_embeddings, embedding_dim]` or `[num_embeddings]`, as `BagOptimizer` has them, and `step`,
+        `[]`, which is that of all tables of a data type.
+        """
+        of_parts = ((part.names, part.tables.states_by_table()) for part in self._parts)
+        return {name: state for names, states in of_parts for name, state in zip(names, states, strict=True) if name}
+
     def optimizer_state_dict(self) -> dict[str, Tensor]:
         """The fused optimizers' tensors, for a checkpoint beside the state dict, which has the tables alone."""
         states = (optimizer.state().items() for optimizer in self.optimizers)

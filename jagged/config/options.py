@@ -163,14 +163,15 @@ class LoopOptions(Section):
         "constant", "learning rate after the warm-up: as it is, or down to 0 at the last of max_epochs"
     )
     warmup_steps: int = option(0, "steps of linear learning-rate warm-up", ge=0)
-    table_optimizer: Literal["adamw", "adagrad", "rowwise-adagrad", "sgd"] = option(
-        "adamw", "optimizer of embedding tables; all else has AdamW"
+    table_optimizer: Literal["adamw", "adagrad", "rowwise-adagrad", "sgd", "sparse-adamw", "rowwise-adamw"] = option(
+        "adamw",
+        "optimizer of embedding tables; all else has AdamW. But for adamw, a step changes only the rows that it reads or scores",
     )
     table_learning_rate: float | None = option(None, "peak rate of embedding tables; none for learning_rate", gt=0)
     table_weight_decay: float | None = option(
         None,
         "weight decay of embedding tables of more than 100 rows; none for weight_decay",
-        when={"table_optimizer": ("adamw",)},
+        when={"table_optimizer": ("adamw", "sparse-adamw", "rowwise-adamw")},
         ge=0,
     )
     gradient_clip_norm: float | None = option(1.0, "largest global gradient norm; none for no clipping", gt=0)

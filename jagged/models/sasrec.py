@@ -17,6 +17,7 @@ from jagged.modules import (
     JaggedPooling,
     JaggedTransformerBlock,
     PositionalEncoding,
+    ScheduledEmbeddingCollection,
     SplitEmbeddingCollection,
     with_values,
 )
@@ -140,10 +141,13 @@ class SASRec(nn.Module):
     def item_weight(self) -> Tensor:
         """What `final_hidden` is scored against: the item table `[num_items, D]`.
 
+        Where a `ScheduledEmbeddingCollection` has the table, it is what its `scored` returns.
+
         With an output layer `[num_items, D + 1]`, made anew by each call: the layer that scores as this one, and the biases.
         """
         if self.output is None:
-            return self.item_table
+            rows = self.item_embeddings
+            return rows.scored(FEATURE) if isinstance(rows, ScheduledEmbeddingCollection) else self.item_table
         weight, bias = self.output.dense()
         return torch.cat([weight, bias[:, None]], 1)
 

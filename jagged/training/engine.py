@@ -19,12 +19,13 @@ from jagged.data.moving import Carried
 from jagged.models import NextItemTask
 from jagged.models.pretrained import apart
 from jagged.models.task import explained
-from jagged.modules import RowSplit, SplitEmbeddingCollection
+from jagged.modules import HeldUpdates, RowSplit, SplitEmbeddingCollection
 from jagged.training.batches import carried
 from jagged.training.errors import CheckpointError
 from jagged.training.graphs import GraphedSteps, graphs_serve
 from jagged.training.optimizer import Optimizer, check_updates, number_on, table_names, updated_heads
 from jagged.training.processes import Processes
+from jagged.training.table_updates import update_tables_in_backward
 
 _TASK = "task."
 _RANDOM = "random."
@@ -47,7 +48,8 @@ class Trained(NamedTuple):
 class Engine:
     """A task under TorchRec's engine, with an optimizer, and all of their state as named tensors.
 
-    An item table that is looked up and scored against has a gradient of two sources and must be an ordinary dense parameter.
+    An item table that is looked up and scored against has a gradient of two sources. Under AdamW, and where processes split it,
+    it is an ordinary parameter with a dense gradient; other optimizers update the rows that a step names (`table_updates.py`).
     On several processes a `NextItemTask` keeps a part of its table in each one, with its rows' gradient and optimizer
     state; DistributedModelParallel replicates everything else. Named tensors are of the whole table, so that they fit any number
     of processes.
@@ -71,8 +73,10 @@ class Engine:
         device = processes.device
         if processes.world_size > 1 and isinstance(task, NextItemTask):
             task.split(processes.group, processes.host_group)
+        collections = update_tables_in_backward(task, config, processes.world_size)
+        held = HeldUpdates(task) if collections else None
         # The optimizer comes with what it updates, and what is updated may be replicated by the wrapper.
-        self._step = _Step(task, precision, processes, graphs_serve(config, task, processes)).to(device)
+        self._step = _Step(task, precision, processes, graphs_serve(config, task, processes), held).to(device)
         self._tables = {path: module for path, module in task.named_modules() if isinstance(module, SplitEmbeddingCollection)}
         self._splits = {
             f"{path}.{name}": table.split for path, table in self._tables.items() for name, _ in table.named_parameters()
@@ -93,6 +97,8 @@ class Engine:
             tables=table_names(task),
             split=self._splits,
             heads=updated_heads(task),
+            collections=collections,
+            held=held,
             world_size=processes.world_size,
         )
         if self._accumulate > 1:
@@ -244,7 +250,9 @@ def _misfit(name: str, found: int, expected: int) -> CheckpointError:
 class _Step(nn.Module):
     """What the pipeline runs: the task under autocast, its loss weighted so that processes average to the joint batch's mean."""
 
-    def __init__(self, task: nn.Module, precision: str, processes: Processes, graphs: bool) -> None:
+    def __init__(
+        self, task: nn.Module, precision: str, processes: Processes, graphs: bool, held: HeldUpdates | None = None
+    ) -> None:
         super().__init__()
         self.task = task
         self.samples = 0
@@ -256,7 +264,7 @@ class _Step(nn.Module):
         self._graphs: GraphedSteps | None = None
         if graphs:
             assert isinstance(task, NextItemTask)
-            self._graphs = GraphedSteps(lambda batch: self._task(batch).loss, task.parameters(), processes.device)
+            self._graphs = GraphedSteps(lambda batch: self._task(batch).loss, task, processes.device, held)
             self._num_items = task.model.config["num_items"]
 
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, int | Tensor]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from jagged.config import TrainerConfig
 from jagged.data.batches import KEY, SequenceBatch, keyed
 from jagged.models import NextItemTask
+from jagged.modules import HeldUpdates
+from jagged.modules.trained_tables import TrainedTables
 from jagged.training.processes import Processes
 
 # The head's mark of a row that has no loss.
@@ -94,6 +97,8 @@ class _Graph:
     graph: torch.cuda.CUDAGraph
     inputs: Filled
     loss: Tensor
+    # The tensors of tables' gradients that a replay writes.
+    held: list[list[Any]]
 
 
 class GraphedSteps:
@@ -104,15 +109,22 @@ class GraphedSteps:
 
     Args:
         forward: the loss (0-dim) of a batch, with nothing that waits for the device.
-        parameters: what has gradients.
+        module: its parameters have gradients, but for tables that are updated row by row.
         device: a CUDA device.
+        held: holds the gradients of these rows.
     """
 
     def __init__(
-        self, forward: Callable[[SequenceBatch], Tensor], parameters: Iterable[nn.Parameter], device: torch.device
+        self,
+        forward: Callable[[SequenceBatch], Tensor],
+        module: nn.Module,
+        device: torch.device,
+        held: HeldUpdates | None = None,
     ) -> None:
-        self._forward, self._device = forward, device
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._forward, self._device, self._held = forward, device, held
+        collections = (part for part in module.modules() if isinstance(part, TrainedTables) and part.optimizers)
+        without = {id(parameter) for part in collections for parameter in part.parameters()}
+        self._parameters = [of for of in module.parameters() if of.requires_grad and id(of) not in without]
         self._gradients: list[Tensor] = []
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
@@ -130,6 +142,8 @@ class GraphedSteps:
             captured.inputs.take(batch)
         captured.graph.replay()
         self._set_gradients()
+        if self._held is not None:
+            self._held.give(captured.held)
         # The graph's own output is written over by the next replay.
         return captured.loss.clone()
 
@@ -147,11 +161,13 @@ class GraphedSteps:
             self._run(inputs.batch(num_items))
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         torch.cuda.set_rng_state(random_state, self._device)
+        if self._held is not None:
+            self._held.drop()
         graph = torch.cuda.CUDAGraph()
         # The loader's thread may page-lock memory meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             loss = self._run(inputs.batch(num_items))
-        return _Graph(graph, inputs, loss)
+        return _Graph(graph, inputs, loss, [] if self._held is None else self._held.take())
 
     def _run(self, batch: SequenceBatch) -> Tensor:
         torch._foreach_zero_(self._gradients)

@@ -13,7 +13,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, 
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from jagged.config import TrainerConfig
-from jagged.modules import GroupSparseHead, RowSplit, ScheduledEmbeddingBagCollection
+from jagged.modules import GroupSparseHead, HeldUpdates, RowSplit
+from jagged.modules.trained_tables import TrainedTables
 from jagged.training.errors import TrainingError
 
 #: Tables of up to so many rows are learnt from many samples a row, like any other matrix.
@@ -21,10 +22,14 @@ SMALL_TABLE = 100
 # What each optimizer keeps for a parameter.
 _STATES: dict[str, tuple[str, ...]] = {
     "adamw": ("step", "exp_avg", "exp_avg_sq"),
+    "sparse-adamw": ("step", "exp_avg", "exp_avg_sq"),
+    "rowwise-adamw": ("step", "exp_avg", "exp_avg_sq"),
     "adagrad": ("step", "sum"),
     "rowwise-adagrad": ("step", "sum"),
     "sgd": (),
 }
+# What a collection that updates its tables in the backward pass calls them.
+_OF_COLLECTIONS = {"step": "step", "sum": "first", "exp_avg": "first", "exp_avg_sq": "second"}
 _TABLES = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface, nn.Embedding, nn.EmbeddingBag)
 
 
@@ -60,9 +65,7 @@ def check_updates(module: nn.Module, accumulate: int, world_size: int) -> None:
                 f"task: {path} is updated in the backward pass, by the gradient of one batch, but {several} make a step here; "
                 "make the head without an optimizer, or train in one process without accumulation"
             )
-    fused = [
-        path for path, part in module.named_modules() if isinstance(part, ScheduledEmbeddingBagCollection) and part.optimizers
-    ]
+    fused = [path for path, part in module.named_modules() if isinstance(part, TrainedTables) and part.optimizers]
     # TorchRec's `apply_optimizer_in_backward` leaves this on parameters.
     fused += [name for name, parameter in module.named_parameters() if hasattr(parameter, "_in_backward_optimizers")]
     if fused:
@@ -94,6 +97,9 @@ class Optimizer:
             processes' losses. They count once each in the norm.
         heads: by path, those that are updated in the backward pass: outside of the norm and its clipping, with a peak rate of
             their own on the same schedule.
+        collections: by path, those whose tables are updated row by row, without gradients of theirs: as the tables by `config`,
+            in the norm and clipped by it.
+        held: what holds the updates of these back until `step`.
         world_size: processes.
 
     Attributes:
@@ -110,11 +116,22 @@ class Optimizer:
         tables: Collection[str] = (),
         split: Mapping[str, RowSplit] | None = None,
         heads: Mapping[str, GroupSparseHead] | None = None,
+        collections: Mapping[str, TrainedTables] | None = None,
+        held: HeldUpdates | None = None,
         world_size: int = 1,
     ) -> None:
         split = split or {}
         self._heads = dict(heads or {})
-        updated = {f"{path}.{name}".removeprefix(".") for path in self._heads for name in ("weight", "bias")}
+        self._collections = dict(collections or {})
+        self._held_updates = held
+        self._table_rate = config.table_learning_rate or config.learning_rate
+        # By the names of their parameters.
+        self._tables = {
+            f"{path}.{name}".removeprefix("."): parameter
+            for path, collection in self._collections.items()
+            for name, parameter in collection.named_parameters()
+        }
+        updated = {f"{path}.{name}".removeprefix(".") for path in self._heads for name in ("weight", "bias")} | set(self._tables)
         self.steps = 0
         self.norms: list[Tensor] = []
         self._config, self._total_steps, self._world_size = config, total_steps, world_size
@@ -136,7 +153,7 @@ class Optimizer:
         if rest:
             self._optimizers.append((_adamw(rest, config.learning_rate, config.weight_decay), config.learning_rate))
         if own:
-            rate = config.table_learning_rate or config.learning_rate
+            rate = self._table_rate
             large = [p for name, p in self._named.items() if _rows_of(name, p, split) > SMALL_TABLE]
             made = {
                 "adamw": lambda: _adamw(own, rate, config.weight_decay, config.table_weight_decay, large),
@@ -163,16 +180,24 @@ class Optimizer:
         if self._fresh:
             for parameter in self._parameters:
                 parameter.grad = None
+            if self._held_updates is not None:
+                self._held_updates.drop()
 
     def step(self) -> None:
         """Clip, update, and set the next step's rates. Nothing waits for a GPU."""
         self._fresh = not self._held
         if self._held:
             return
-        self._average()
+        scale = self._average()
         clip_norm = self._config.gradient_clip_norm
         if clip_norm is not None:
             norm = _norm(self._replicated)
+            if self._held_updates is not None:
+                of_tables = self._held_updates.norm() if scale is None else self._held_updates.norm() * scale
+                norm = torch.linalg.vector_norm(torch.stack([norm, of_tables.to(norm.dtype)]))
+                # As `clip_grads_with_norm_`; what is not finite changes no table.
+                factor = torch.where(torch.isfinite(norm), (clip_norm / (norm + 1e-6)).clamp(max=1.0), torch.nan)
+                scale = factor if scale is None else scale * factor
             if self._split:
                 squares = _norm(self._split).double().square()
                 dist.all_reduce(squares)
@@ -181,18 +206,34 @@ class Optimizer:
             self.norms.append(norm)
         for optimizer, _ in self._optimizers:
             optimizer.step()
+        if self._held_updates is not None:
+            self._check_tables()
+            self._held_updates.step(scale)
         self.steps += 1
         self._set_rates()
 
-    def _average(self) -> None:
-        """Make of the gradients there are those of the mean over the joint rows."""
+    def _check_tables(self) -> None:
+        """Refuse a gradient that came to a table another way than by lookups and heads, and that nothing would apply."""
+        for name, parameter in self._tables.items():
+            if parameter.grad is not None:
+                raise TrainingError(
+                    f"task: {name} got a gradient beside those of lookups and heads, expected none where table_optimizer is "
+                    f"{self._config.table_optimizer}; read it through its collection's scored(), or take adamw"
+                )
+
+    def _average(self) -> Tensor | None:
+        """Make of the gradients there are those of the mean over the joint rows.
+
+        Returns:
+            Tensor: what those of tables that are held have to be multiplied by; None for 1.
+        """
         replicated = [parameter.grad for parameter in self._replicated if parameter.grad is not None]
         split = [parameter.grad for parameter in self._split if parameter.grad is not None]
         if not self._rows:
             # The losses were weighted for an average over processes, and split rows have the sum.
             for gradient in split if self._world_size > 1 else ():
                 gradient.div_(self._world_size)
-            return
+            return None
         device = self._parameters[0].device
         total = torch.stack([number_on(device, rows, torch.float64) for rows in self._rows]).sum()
         self._rows.clear()
@@ -201,6 +242,7 @@ class Optimizer:
         for gradients, sums in ((replicated, 1 / self._world_size), (split, 1.0)):
             if gradients:
                 torch._foreach_div_(gradients, (total * sums).clamp(min=1e-30).to(gradients[0].dtype))
+        return 1 / total.clamp(min=1e-30).float()
 
     def _set_rates(self) -> None:
         config, steps = self._config, self.steps
@@ -212,6 +254,9 @@ class Optimizer:
         for optimizer, peak in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = peak * factor
+        for collection in self._collections.values():
+            for of_tables in collection.optimizers:
+                of_tables.learning_rate.fill_(self._table_rate * factor)
         for head in self._heads.values():
             assert head.optimizer is not None
             head.optimizer.learning_rate.fill_(head.optimizer.peak_learning_rate * factor)
@@ -223,12 +268,30 @@ class Optimizer:
             for path, head in self._heads.items()
             for key, state in head.optimizer_state_dict().items()
         }
-        return of_heads | {
-            f"optimizer.{key}.{name}": torch.as_tensor(self._state(parameter)[key]).detach()
-            for name, parameter in self._named.items()
-            for key in _STATES[self._kinds[name]]
-            if key in self._state(parameter)
-        }
+        of_tables = {f"optimizer.{key}.{name}": state for (key, name), state in self._states_of_tables().items()}
+        return (
+            of_heads
+            | of_tables
+            | {
+                f"optimizer.{key}.{name}": torch.as_tensor(self._state(parameter)[key]).detach()
+                for name, parameter in self._named.items()
+                for key in _STATES[self._kinds[name]]
+                if key in self._state(parameter)
+            }
+        )
+
+    def _states_of_tables(self) -> dict[tuple[str, str], Tensor]:
+        """Views of the states of tables that collections update, by what dense optimizers call them and by parameter."""
+        found = {}
+        for path, collection in self._collections.items():
+            parameters = {id(parameter): name for name, parameter in collection.named_parameters()}
+            for table, states in collection.optimizer_states().items():
+                name = f"{path}.{parameters[id(collection._modules_of_tables[table].weight)]}".removeprefix(".")
+                for key in _STATES[self._config.table_optimizer]:
+                    state = states[_OF_COLLECTIONS[key]]
+                    # A number a row is `[rows, 1]` there.
+                    found[key, name] = state[:, None] if key == "sum" and state.dim() == 1 else state
+        return found
 
     def owner_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
         """Return what updates a parameter."""
@@ -258,6 +321,15 @@ class Optimizer:
                     raise ValueError(f"optimizer.{key}.{name}: shape {tuple(value.shape)}, expected {expected}")
                 state[key] = value.to("cpu" if key == "step" and self._kinds[name] != "adamw" else parameter.device, copy=True)
             self._owner[parameter].state[parameter] = state
+        for (key, name), own in self._states_of_tables().items():
+            # That of one without a step yet has no state.
+            if f"optimizer.{key}.{name}" in tensors:
+                value = tensors[f"optimizer.{key}.{name}"]
+                if value.shape != own.shape:
+                    raise ValueError(f"optimizer.{key}.{name}: shape {tuple(value.shape)}, expected {tuple(own.shape)}")
+                own.copy_(value)
+            else:
+                own.zero_()
         for path, head in self._heads.items():
             head.load_optimizer_state_dict({key: tensors[f"optimizer.{key}.{path}"] for key in head.optimizer_state_dict()})
         self.steps = steps

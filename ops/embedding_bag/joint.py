@@ -194,7 +194,8 @@ class JointUpdate:
         if self._is_captured and not _is_capturing(self.weights):
             self.drop()
             raise RuntimeError(
-                "step: a CUDA graph keeps its gradients from call to call, but no replay hands them over; capture the step, too"
+                "step: a CUDA graph keeps its gradients from call to call, but no replay hands them over; capture the step, too, "
+                "or take() them after the capture and give() them after each replay"
             )
         is_step, call = self.is_finite(), _as_one(self._held)
         if scale is not None:
@@ -208,6 +209,20 @@ class JointUpdate:
         x = x._replace(grad=x.grad if scale is None else x.grad * scale, indices=ids)
         self._update(call._replace(lookups=x), is_step)
         return is_step
+
+    def take(self) -> list[Any]:
+        """Take what is held, to give it back later.
+
+        Of a captured CUDA graph these are the tensors that its replays write: given back after each replay, `step` updates by it.
+        """
+        calls = self._held
+        self.drop()
+        return calls
+
+    def give(self, calls: list[Any]) -> None:
+        """Hold what was taken, beside what is held."""
+        self._held = self._held + calls
+        self._squares, self._is_captured = None, False
 
     def drop(self) -> None:
         """Forget the gradients that are held."""
@@ -235,7 +250,7 @@ class JointUpdate:
         if not calls or self._backward != torch._C._current_graph_task_id():
             return
         if self.holds:
-            self._held += calls
+            self._held = self._held + calls
             self._squares, self._is_captured = None, _is_capturing(self.weights)
             return
         self._update(_as_one(calls))

@@ -484,15 +484,25 @@ def test_what_is_not_finite_changes_nothing(place: Place, what: str) -> None:
     assert int(tables.optimizer.step) == 2
 
 
-def test_gradients_that_are_dropped(place: Place) -> None:
+def test_gradients_that_are_dropped_and_taken(place: Place) -> None:
     tables = made()
     tables.holds = True
     before = tables.weights.clone()
     held_loss(tables, slice(0, 6), 0).backward()
     tables.drop()
     assert bool(tables.step())
+    held_loss(tables, slice(0, 6), 0).backward()
+    taken = tables.take()
+    assert bool(tables.step())
     assert torch.equal(tables.weights, before)
     assert int(tables.optimizer.step) == 0
+    for _ in range(2):
+        tables.give(taken)
+        assert bool(tables.step())
+    once = made()
+    (held_loss(once, slice(0, 6), 0) * 2).backward()
+    torch.testing.assert_close(tables.weights, once.weights)
+    assert int(tables.optimizer.step) == 2
 
 
 @pytest.mark.gpu
@@ -524,5 +534,17 @@ def test_a_captured_graph_holds_its_step(place: Place) -> None:
     with pytest.raises(RuntimeError) as caught:
         without.step()
     assert str(caught.value) == (
-        "step: a CUDA graph keeps its gradients from call to call, but no replay hands them over; capture the step, too"
+        "step: a CUDA graph keeps its gradients from call to call, but no replay hands them over; capture the step, too, or "
+        "take() them after the capture and give() them after each replay"
     )
+    given_, expected = made("rowwise_adagrad"), made("rowwise_adagrad")
+    graph, _ = captured(lambda: step(given_, with_step=False))
+    # Of what ran outside of the graph, too.
+    taken = given_.take()[-2:]
+    for _ in range(2):
+        graph.replay()
+        given_.give(taken)
+        given_.norm()
+        given_.step(scale)
+        step(expected)
+    torch.testing.assert_close(given_.weights, expected.weights)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from jagged.config import ConfigError, TrainerConfig
+from jagged.config import TrainerConfig
 from jagged.training.engine import Engine
 from jagged.training.optimizer import Optimizer, table_names
 from jagged.training.processes import Processes, process_group
@@ -132,11 +132,6 @@ def test_only_tables_of_many_rows_have_their_own_decay(decay: float | None, own_
         plain.step()
     for name in named:
         torch.testing.assert_close(named[name], other[name], msg=name)
-
-
-def test_decay_of_tables_belongs_to_adamw() -> None:
-    with pytest.raises(ConfigError, match="table_weight_decay: belongs to table_optimizer adamw, got adagrad"):
-        config(table_optimizer="adagrad", table_weight_decay=1.0)
 
 
 def test_rowwise_adagrad_against_its_formula() -> None:

@@ -1,0 +1,80 @@
+"""Tables of the product's own models, which their optimizer updates row by row, without a gradient of the whole table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from jagged.config import TrainerConfig
+from jagged.models import NextItemTask, RankingModel, SASRec
+from jagged.modules import SampledCrossEntropyHead, replace_embeddings
+from jagged.modules.trained_tables import TrainedTables
+from jagged.ops import BagOptimizerKind
+from jagged.training.errors import TrainingError
+
+# As PyTorch's and TorchRec's have it.
+_ADAGRAD_EPS = 1e-10
+# For each `table_optimizer` its kind, and what the checkpoint calls its states.
+KINDS: dict[str, BagOptimizerKind] = {
+    "adagrad": "adagrad",
+    "rowwise-adagrad": "rowwise_adagrad",
+    "sgd": "sgd",
+    "sparse-adamw": "adam",
+    "rowwise-adamw": "rowwise_adam",
+}
+#: Kinds that have no dense counterpart: rows that a batch does not name keep their moments and are not decayed.
+BY_ROWS_ALONE = ("sparse-adamw", "rowwise-adamw")
+
+
+def update_tables_in_backward(task: nn.Module, config: TrainerConfig, world_size: int) -> dict[str, TrainedTables]:
+    """Let the tables of a task be updated row by row, where its model is known to read its tables by lookups and heads alone.
+
+    The task's collections are exchanged, with their parameters. AdamW moves every row in every step, and stays as it is; so do
+    tables that several processes split, frozen ones, and those of other models, whose forward may use a table in any way. For
+    adagrad, row-wise adagrad and SGD both ways come to the same weights.
+
+    Returns:
+        dict: the collections, by their paths.
+
+    Raises:
+        TrainingError: an optimizer of rows alone, and a task or a number of processes that has none.
+    """
+    kind = KINDS.get(config.table_optimizer)
+    if kind is None:
+        return {}
+    knows = isinstance(task, RankingModel) or (isinstance(task, NextItemTask) and isinstance(task.model, SASRec))
+    if not knows or world_size > 1:
+        if config.table_optimizer in BY_ROWS_ALONE:
+            found = f"{world_size} processes" if knows else f"a {type(task).__name__}"
+            raise TrainingError(
+                f"table_optimizer: {config.table_optimizer} updates rows of SASRec's and RankingModel's tables in one process, "
+                f"got {found}; take adagrad, rowwise-adagrad, sgd or adamw"
+            )
+        return {}
+    if all(parameter.requires_grad for parameter in task.parameters()):
+        replace_embeddings(task)
+    own = {path: part for path, part in task.named_modules() if isinstance(part, TrainedTables)}
+    learns = all(parameter.requires_grad for part in own.values() for parameter in part.parameters())
+    if not own or not learns:
+        if config.table_optimizer in BY_ROWS_ALONE:
+            raise TrainingError(
+                f"table_optimizer: {config.table_optimizer} updates tables that all learn, got some that are frozen; "
+                "take adagrad, rowwise-adagrad, sgd or adamw"
+            )
+        return {}
+    for part in own.values():
+        part.update_in_backward(kind, _options(config))
+    head = getattr(task, "head", None)
+    if isinstance(head, SampledCrossEntropyHead):
+        # Of the rows that are scored, and of no others.
+        head.sparse = True
+    return own
+
+
+def _options(config: TrainerConfig) -> dict[str, Any]:
+    rate = config.table_learning_rate or config.learning_rate
+    if config.table_optimizer not in BY_ROWS_ALONE:
+        return {"learning_rate": rate, "eps": _ADAGRAD_EPS}
+    decay = config.weight_decay if config.table_weight_decay is None else config.table_weight_decay
+    return {"learning_rate": rate, "weight_decay": decay}

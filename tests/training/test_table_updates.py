@@ -1,0 +1,239 @@
+"""Tables that the trainer updates row by row, beside the dense optimizers whose weights they come to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from jagged.config import ConfigError, TrainerConfig
+from jagged.data import BatchLoader, split_leave_one_out
+from jagged.models import NextItemTask, SASRec, Task, TaskOutput, TaskScores
+from jagged.modules import (
+    CutCrossEntropyHead,
+    InBatchSampler,
+    SampledCrossEntropyHead,
+    ScalableCrossEntropyHead,
+    ScheduledEmbeddingCollection,
+    UniformSampler,
+)
+from jagged.training import TrainingError
+from jagged.training.engine import Engine
+from jagged.training.processes import Processes, process_group
+from tests.training.support import tiny_dataset
+
+KINDS = ["adagrad", "rowwise-adagrad", "sgd"]
+TABLE = "model.item_embeddings.embeddings.item_id.weight"
+HEADS: dict[str, Any] = {
+    "all": CutCrossEntropyHead,
+    "drawn": lambda: SampledCrossEntropyHead(UniformSampler(96, 4, seed=1)),
+    "in-batch": lambda: SampledCrossEntropyHead(InBatchSampler(), correction="none"),
+    "scalable": lambda: ScalableCrossEntropyHead(4, 8, 16),
+}
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    with process_group(torch.device("cpu")) as found:
+        yield found
+
+
+def task_of(head: str = "all", **options: Any) -> NextItemTask:
+    torch.manual_seed(0)
+    # Wide enough that no table is copied by kernels.
+    model = SASRec(96, embedding_dim=16, num_layers=1, max_seq_len=12, dropout=0.0, **options)
+    return NextItemTask(model, head=HEADS[head]())
+
+
+def loader() -> BatchLoader:
+    return BatchLoader(split_leave_one_out(tiny_dataset()).train, batch_size=8, max_seq_len=12, shuffle=True, seed=0)
+
+
+def config(kind: str, **options: Any) -> TrainerConfig:
+    return TrainerConfig(table_optimizer=kind, table_learning_rate=0.25, learning_rate=0.01, warmup_steps=3, **options)
+
+
+def engines(monkeypatch: pytest.MonkeyPatch, processes: Processes, head: str, of: TrainerConfig) -> tuple[Engine, Engine]:
+    """One that updates rows, and one whose tables have dense gradients."""
+    by_rows = Engine(task_of(head), of, "32-true", processes)
+    with monkeypatch.context() as patch:
+        patch.setattr("jagged.training.engine.update_tables_in_backward", lambda *_: {})
+        dense = Engine(task_of(head), of, "32-true", processes)
+    assert isinstance(by_rows.task.model.item_embeddings, ScheduledEmbeddingCollection)
+    assert not isinstance(dense.task.model.item_embeddings, ScheduledEmbeddingCollection)
+    return by_rows, dense
+
+
+def trained(engine: Engine, steps: int | None = None) -> list[float]:
+    torch.manual_seed(3)
+    return [float(of.loss) for of in engine.steps(iter(loader()), steps)]
+
+
+def check_equal(first: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert first.keys() == other.keys()
+    for name, value in first.items():
+        # Keys' biases have a gradient of 0, but for rounding, of which AdamW makes steps of full length.
+        if not name.startswith("random.") and not name.endswith("qkv_projection.bias"):
+            torch.testing.assert_close(value.float(), other[name].float(), rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("options", [{"gradient_clip_norm": 0.05}, {"gradient_clip_norm": None}, {"accumulate": 3}])
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_and_states_are_those_of_dense_gradients(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch, kind: str, head: str, options: dict[str, Any]
+) -> None:
+    by_rows, dense = engines(monkeypatch, processes, head, config(kind, **options))
+    before = by_rows.task.get_parameter(TABLE).detach().clone()
+    assert trained(by_rows) == pytest.approx(trained(dense), rel=1e-4)
+    assert by_rows.task.get_parameter(TABLE).grad is None
+    assert not torch.equal(by_rows.task.get_parameter(TABLE), before)
+    check_equal(by_rows.state_tensors(), dense.state_tensors())
+    norms = [torch.stack(of.optimizer.norms or [torch.zeros(())]) for of in (by_rows, dense)]
+    torch.testing.assert_close(*norms, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_checkpoints_go_both_ways(processes: Processes, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """One of either goes on as the other, which several processes need."""
+    by_rows, dense = engines(monkeypatch, processes, "all", config(kind))
+    # Before the first step dense ones have no state, and after it they have one.
+    for steps in (0, 4):
+        states = dense.state_tensors()
+        by_rows.load_state_tensors({name: of.clone() for name, of in states.items()}, steps)
+        check_equal(by_rows.state_tensors() if steps else {**states}, states)
+        for of in (by_rows, dense):
+            trained(of)
+        check_equal(by_rows.state_tensors(), dense.state_tensors())
+    states = {name: of.clone() for name, of in by_rows.state_tensors().items()}
+    dense.load_state_tensors(states, 8)
+    for of in (by_rows, dense):
+        trained(of)
+    check_equal(by_rows.state_tensors(), dense.state_tensors())
+
+
+@pytest.mark.parametrize("decay", [None, 0.5])
+def test_sparse_adamw_is_pytorchs_with_decoupled_decay(processes: Processes, decay: float | None) -> None:
+    """Rows that a batch reads or draws move, by SparseAdam's formula, after they have lost their decay."""
+    options: dict[str, Any] = {"gradient_clip_norm": None, "weight_decay": 0.2, "table_weight_decay": decay}
+    of = TrainerConfig(table_optimizer="sparse-adamw", table_learning_rate=0.25, **options)
+    engine, twin = Engine(task_of("drawn"), of, "32-true", processes), task_of("drawn")
+    own = 0.2 if decay is None else decay
+    table = twin.get_parameter(TABLE)
+    first, second = torch.zeros_like(table), torch.zeros_like(table)
+    decayed = [p for name, p in twin.named_parameters() if name != TABLE and p.dim() > 1]
+    others = [p for p in twin.parameters() if p.dim() == 1]
+    rest = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.2}, {"params": others, "weight_decay": 0.0}], lr=1e-3)
+    twin.head.sparse = True  # type: ignore[union-attr]
+    torch.manual_seed(3)
+    losses = []
+    for step, batch in enumerate(loader(), 1):
+        twin.zero_grad()
+        # The head's gradient names the rows that are scored.
+        scored = table.detach().clone().requires_grad_()
+        hidden = twin.model(batch.features)
+        loss = twin.head(hidden, scored, batch.targets).loss  # type: ignore[misc]
+        loss.backward()
+        losses.append(float(loss.detach()))
+        assert table.grad is not None
+        assert scored.grad is not None
+        named = torch.zeros(len(table), dtype=torch.bool)
+        named[batch.features.values()] = True
+        named[scored.grad._indices()[0]] = True
+        grad = (table.grad + scored.grad.to_dense())[named]
+        with torch.no_grad():
+            first[named] = 0.9 * first[named] + 0.1 * grad
+            second[named] = 0.999 * second[named] + 0.001 * grad.square()
+            change = first[named] / (1 - 0.9**step) / ((second[named] / (1 - 0.999**step)).sqrt() + 1e-8)
+            table[named] -= 0.25 * (change + own * table[named])
+        rest.step()
+    assert trained(engine) == pytest.approx(losses, rel=1e-4)
+    torch.testing.assert_close(engine.task.get_parameter(TABLE), table, rtol=1e-3, atol=1e-4)
+    assert float(engine.state_tensors()[f"optimizer.step.{TABLE}"]) == len(losses)
+
+
+@pytest.mark.parametrize("kind", ["sparse-adamw", "rowwise-adamw"])
+def test_what_goes_on_is_what_went_through(processes: Processes, kind: str) -> None:
+    engine, other = (Engine(task_of("drawn"), config(kind), "32-true", processes) for _ in range(2))
+    trained(engine)
+    states = {name: of.clone() for name, of in engine.state_tensors().items()}
+    other.load_state_tensors(states, len(loader()))
+    trained(engine)
+    trained(other)
+    for name, value in engine.state_tensors().items():
+        assert torch.equal(value, other.state_tensors()[name]), name
+
+
+class Foreign(Task):
+    """A model that reads its table in a way of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = SASRec(96, embedding_dim=16, num_layers=1, max_seq_len=12, dropout=0.0)
+
+    def forward(self, batch: Any) -> TaskOutput:
+        hidden = self.model(batch.features).values()
+        logits = hidden @ self.model.item_table.T
+        loss = nn.functional.cross_entropy(logits, batch.targets)
+        return TaskOutput(loss, {"next": TaskScores(logits[:, 0].detach(), batch.targets.float())})
+
+
+def test_tables_of_other_models_have_dense_gradients(processes: Processes) -> None:
+    engine = Engine(Foreign(), config("adagrad"), "32-true", processes)
+    assert not isinstance(engine.task.model.item_embeddings, ScheduledEmbeddingCollection)
+    trained(engine)
+    assert engine.task.model.item_table.grad is not None
+    with pytest.raises(TrainingError) as caught:
+        Engine(Foreign(), config("sparse-adamw"), "32-true", processes)
+    assert str(caught.value) == (
+        "table_optimizer: sparse-adamw updates rows of SASRec's and RankingModel's tables in one process, got a Foreign; "
+        "take adagrad, rowwise-adagrad, sgd or adamw"
+    )
+
+
+def test_a_gradient_by_another_way_is_refused(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing would apply it."""
+    monkeypatch.setattr(SASRec, "item_weight", SASRec.item_table)
+    engine = Engine(task_of(), config("adagrad"), "32-true", processes)
+    with pytest.raises(TrainingError) as caught:
+        trained(engine)
+    assert str(caught.value) == (
+        f"task: {TABLE} got a gradient beside those of lookups and heads, expected none where table_optimizer is adagrad; "
+        "read it through its collection's scored(), or take adamw"
+    )
+
+
+def test_frozen_tables(processes: Processes) -> None:
+    task = task_of()
+    task.get_parameter(TABLE).requires_grad_(False)
+    before = task.get_parameter(TABLE).clone()
+    trained(Engine(task, config("adagrad"), "32-true", processes))
+    assert torch.equal(task.get_parameter(TABLE), before)
+    with pytest.raises(TrainingError) as caught:
+        Engine(task, config("rowwise-adamw"), "32-true", processes)
+    assert str(caught.value) == (
+        "table_optimizer: rowwise-adamw updates tables that all learn, got some that are frozen; "
+        "take adagrad, rowwise-adagrad, sgd or adamw"
+    )
+
+
+def test_losses_that_are_not_finite_leave_tables_alone(processes: Processes) -> None:
+    engine = Engine(task_of("drawn"), config("adagrad"), "32-true", processes)
+    trained(engine)
+    before = {name: of.clone() for name, of in engine.state_tensors().items() if name.endswith(TABLE)}
+    assert len(before) == 3
+    with torch.no_grad():
+        engine.task.model.norm.bias.fill_(torch.inf)
+    assert not torch.tensor(trained(engine)).isfinite().any()
+    for name, value in engine.state_tensors().items():
+        if name in before:
+            assert torch.equal(value, before[name]), name
+
+
+def test_decay_belongs_to_adam() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config("sgd", table_weight_decay=0.1)
+    assert str(caught.value) == ("table_weight_decay: belongs to table_optimizer adamw, sparse-adamw or rowwise-adamw, got sgd")
