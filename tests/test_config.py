@@ -35,6 +35,7 @@ from jagged.config import (
     parse_text,
     register_model,
 )
+from jagged.config.options import LoopOptions
 
 _MONITOR = "training.monitor: got {}, expected ndcg, recall, mrr, coverage or surprisal with a cut-off, for example ndcg@10"
 _WHOLE = "expected a whole number, at least 1"
@@ -291,6 +292,12 @@ def test_options_are_registered_once_and_by_their_name() -> None:
 def test_the_trainer_gets_its_part() -> None:
     config = TrainConfig(output="a", seed=3, device="cpu", training={"patience": 2, "learning_rate": 0.5, "max_tokens": 99})
     assert config.trainer == TrainerConfig(output="a", seed=3, device="cpu", patience=2, learning_rate=0.5, monitor="ndcg@10")
+
+
+@pytest.mark.parametrize("kind", choices(LoopOptions.model_fields["table_optimizer"]))
+def test_the_trainer_gets_nothing_without_effect(kind: str) -> None:
+    """Decay of tables belongs to some of their optimizers, and its default is refused beside others, as any value is."""
+    assert TrainConfig(training={"table_optimizer": kind}).trainer.table_optimizer == kind
 
 
 @pytest.mark.parametrize(

@@ -153,7 +153,9 @@ class JobConfig(RunOptions):
         """The part of it that `jagged.training.Trainer` takes."""
         run = {name: getattr(self, name) for name in RunOptions.model_fields}
         training = getattr(self, "training")  # noqa: B009 - each job has one of its own type
-        return TrainerConfig(**run, **{name: getattr(training, name) for name in LoopOptions.model_fields})
+        loop = {name: getattr(training, name) for name in LoopOptions.model_fields}
+        # What has no effect beside the others cannot be given.
+        return TrainerConfig(**run, **{name: value for name, value in loop.items() if not inert(LoopOptions, name, loop)})
 
     @classmethod
     def load(cls: type[Self], path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Self:

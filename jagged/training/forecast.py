@@ -16,11 +16,13 @@ from jagged.data.moving import moved
 from jagged.data.negatives import Drawing
 from jagged.evaluation import item_table, takes_times
 from jagged.models import NextItemTask
+from jagged.modules import MixedSampler, SampledCrossEntropyHead
 from jagged.scoring import DEFAULT_MAX_BYTES
 from jagged.training.display import memory_in_use
 from jagged.training.graphs import graphs_serve
 from jagged.training.optimizer import updated_heads
 from jagged.training.processes import Processes
+from jagged.training.table_updates import state_bytes, updates_rows
 
 if TYPE_CHECKING:
     from jagged.data import Part
@@ -40,8 +42,9 @@ class Forecast:
         parameters: the weights that this process keeps, fp32; they are part of `present`. The best so far are held beside them.
         elsewhere: the item table's rows that other processes keep. They are part of `present` too, and go before training.
         gradients: of the kept weights, and the second one that the item table has for a moment, from lookup and from scoring;
-            with `graphs` a third.
-        optimizer: AdamW's two moments, of what it trains.
+            with `graphs` a third. Where tables are updated row by row: of the rows that a step scores, once more while they are
+            put together with those that it reads.
+        optimizer: AdamW's two moments, and what tables have by `table_optimizer`.
         activations: of a step of the most tokens: 1.6 times what it keeps for its backward, measured on a probe of this model;
             the rest is for what the backward itself needs, and for gaps between freed blocks. With several processes also all
             processes' hidden states at the head, their gradients, and these once more while they are exchanged.
@@ -122,14 +125,21 @@ def forecast(
     if graphs:
         # A step's gradients are added to what stays, and a step's last rows are filled up.
         most = most * 17 / 16 + 64
+    by_rows = updates_rows(task, config.training, world_size) and table.requires_grad
+    gradients, states = sum(sizes) + max(sizes) * (2 if graphs else 1), 2 * sum(sizes)
+    if by_rows:
+        scored = min(len(table), _scored_rows(task, most))
+        gradients = sum(sizes) - table.nbytes + 2 * int(4 * table.shape[1] * (scored + most))
+    if config.training.table_optimizer != "adamw":
+        states += state_bytes(config.training.table_optimizer, table) // world_size - 2 * (table.nbytes - others.nbytes)
     catalogue = 4.0 * split.train.num_items * config.evaluation.eval_batch_size
     return Forecast(
         device=device.type,
         present=memory_in_use(device),
         parameters=sum(sizes),
         elsewhere=others.nbytes,
-        gradients=sum(sizes) + max(sizes) * (2 if graphs else 1),
-        optimizer=2 * sum(sizes),
+        gradients=gradients,
+        optimizer=states,
         activations=int(most * (1.6 * _bytes_per_token(config, split, task, precision, device) + exchanged)),
         checkpoint=4 * whole_table if writes else 0,
         evaluation=int(min(DEFAULT_MAX_BYTES, 4 * catalogue)) + whole_table,
@@ -202,6 +212,19 @@ def forecast_rows(config: MultiLabelConfig, rows: MultiLabelRows, steps: int, ta
         max_steps=-(-steps // config.training.accumulate) * config.training.max_epochs,
         counted=("rows", "features"),
     )
+
+
+def _scored_rows(task: NextItemTask, tokens: float) -> float:
+    """Rows of the item table that a step's gradient from scoring has, or more."""
+    if not isinstance(task.head, SampledCrossEntropyHead):
+        return float("inf")
+    sampler = task.head.sampler
+    count, per = getattr(sampler, "count", None), getattr(sampler, "rows_per_draw", None)
+    if isinstance(sampler, MixedSampler):
+        count = sampler.drawn.count
+    drawn = 0 if count is None else count * (1 if per is None else tokens / per)
+    # Targets, and those of the batch again.
+    return drawn + 2 * tokens
 
 
 def _bytes_per_token(config: TrainConfig, split: SequenceSplit, task: nn.Module, precision: str, device: torch.device) -> float:

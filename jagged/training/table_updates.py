@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from jagged.config import TrainerConfig
+from jagged.config.options import LoopOptions
 from jagged.models import NextItemTask, RankingModel, SASRec
 from jagged.modules import SampledCrossEntropyHead, replace_embeddings
 from jagged.modules.trained_tables import TrainedTables
 from jagged.ops import BagOptimizerKind
 from jagged.training.errors import TrainingError
+from jagged.training.optimizer import table_names
 
 # As PyTorch's and TorchRec's have it.
 _ADAGRAD_EPS = 1e-10
@@ -25,6 +27,20 @@ KINDS: dict[str, BagOptimizerKind] = {
 }
 #: Kinds that have no dense counterpart: rows that a batch does not name keep their moments and are not decayed.
 BY_ROWS_ALONE = ("sparse-adamw", "rowwise-adamw")
+
+
+def state_bytes(kind: str, table: Tensor) -> int:
+    """What an optimizer of tables keeps for one, by `table_optimizer`."""
+    of_elements, of_rows = {
+        "sgd": (0, 0), "adagrad": (1, 0), "rowwise-adagrad": (0, 1), "rowwise-adamw": (1, 1),
+    }.get(kind, (2, 0))  # fmt: skip
+    return 4 * (of_elements * table.numel() + of_rows * len(table))
+
+
+def updates_rows(task: nn.Module, config: LoopOptions, world_size: int) -> bool:
+    """Whether a task's tables are updated row by row, if all of them learn."""
+    knows = isinstance(task, RankingModel) or (isinstance(task, NextItemTask) and isinstance(task.model, SASRec))
+    return config.table_optimizer in KINDS and knows and world_size == 1
 
 
 def update_tables_in_backward(task: nn.Module, config: TrainerConfig, world_size: int) -> dict[str, TrainedTables]:
@@ -43,26 +59,23 @@ def update_tables_in_backward(task: nn.Module, config: TrainerConfig, world_size
     kind = KINDS.get(config.table_optimizer)
     if kind is None:
         return {}
-    knows = isinstance(task, RankingModel) or (isinstance(task, NextItemTask) and isinstance(task.model, SASRec))
-    if not knows or world_size > 1:
+    if not updates_rows(task, config, world_size):
         if config.table_optimizer in BY_ROWS_ALONE:
-            found = f"{world_size} processes" if knows else f"a {type(task).__name__}"
+            found = f"{world_size} processes" if updates_rows(task, config, 1) else f"a {type(task).__name__}"
             raise TrainingError(
                 f"table_optimizer: {config.table_optimizer} updates rows of SASRec's and RankingModel's tables in one process, "
                 f"got {found}; take adagrad, rowwise-adagrad, sgd or adamw"
             )
         return {}
-    if all(parameter.requires_grad for parameter in task.parameters()):
-        replace_embeddings(task)
-    own = {path: part for path, part in task.named_modules() if isinstance(part, TrainedTables)}
-    learns = all(parameter.requires_grad for part in own.values() for parameter in part.parameters())
-    if not own or not learns:
+    if not all(task.get_parameter(name).requires_grad for name in table_names(task)):
         if config.table_optimizer in BY_ROWS_ALONE:
             raise TrainingError(
                 f"table_optimizer: {config.table_optimizer} updates tables that all learn, got some that are frozen; "
                 "take adagrad, rowwise-adagrad, sgd or adamw"
             )
         return {}
+    replace_embeddings(task)
+    own = {path: part for path, part in task.named_modules() if isinstance(part, TrainedTables)}
     for part in own.values():
         part.update_in_backward(kind, _options(config))
     head = getattr(task, "head", None)

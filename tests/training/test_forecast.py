@@ -52,6 +52,20 @@ print(json.dumps({"peak": f.peak, "present": f.present, "measured": peak_residen
             "evaluation.eval_batch_size": 64,
             "processes": 1,
         },
+        # The same table, of whose rows a step changes those that it names.
+        {
+            "num_users": 50,
+            "num_items": 20_000,
+            "model.embedding_dim": 512,
+            "model.num_heads": 8,
+            "training.batch_size": 20,
+            "training.table_optimizer": "rowwise-adagrad",
+            "head.type": "sampled",
+            "head.num_negatives": 64,
+            "model.num_layers": 1,
+            "evaluation.eval_batch_size": 64,
+            "processes": 1,
+        },
         # A larger table in two halves.
         {
             "num_users": 60,
@@ -75,7 +89,7 @@ print(json.dumps({"peak": f.peak, "present": f.present, "measured": peak_residen
             "processes": 1,
         },
     ],
-    ids=["table", "split table", "activations"],
+    ids=["table", "table by rows", "split table", "activations"],
 )
 def test_memory_is_forecast_within_a_factor(tmp_path: Path, options: dict[str, int]) -> None:
     running = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,18 +12,22 @@ from torch import Tensor, nn
 
 from jagged.config import ConfigError, TrainerConfig
 from jagged.data import BatchLoader, split_leave_one_out
-from jagged.models import NextItemTask, SASRec, Task, TaskOutput, TaskScores
+from jagged.models import NextItemTask, RankingModel, SASRec, Task, TaskOutput, TaskScores
+from jagged.models.pretrained import load_task, save_task
 from jagged.modules import (
     CutCrossEntropyHead,
     InBatchSampler,
     SampledCrossEntropyHead,
     ScalableCrossEntropyHead,
+    ScheduledEmbeddingBagCollection,
     ScheduledEmbeddingCollection,
     UniformSampler,
 )
+from jagged.modules.trained_tables import TrainedTables
 from jagged.training import TrainingError
 from jagged.training.engine import Engine
 from jagged.training.processes import Processes, process_group
+from tests.models.shops import shop
 from tests.training.support import tiny_dataset
 
 KINDS = ["adagrad", "rowwise-adagrad", "sgd"]
@@ -165,6 +170,41 @@ def test_what_goes_on_is_what_went_through(processes: Processes, kind: str) -> N
     trained(other)
     for name, value in engine.state_tensors().items():
         assert torch.equal(value, other.state_tensors()[name]), name
+
+
+@pytest.mark.parametrize("options", [{"gradient_clip_norm": 0.05}, {"accumulate": 2}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranking_models(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    """Tables that are pooled, those of histories and candidates, and sequences; what is saved opens as ever."""
+    split = shop(beside=True)
+
+    def made() -> Engine:
+        torch.manual_seed(0)
+        model = RankingModel.of(split, table_dims={"item": 6, "tags": 4, "topics": 2}, conditional={"buy": "click"})
+        return Engine(model, config(kind, **options), "32-true", processes)
+
+    by_rows = made()
+    monkeypatch.setattr("jagged.training.engine.update_tables_in_backward", lambda *_: {})
+    dense = made()
+    tables = [part for part in by_rows.task.modules() if isinstance(part, TrainedTables)]
+    assert all(part.optimizers for part in tables)
+    assert {type(part) for part in tables} == {ScheduledEmbeddingBagCollection, ScheduledEmbeddingCollection}
+    before = [parameter.detach().clone() for part in tables for parameter in part.parameters()]
+    for _ in range(2):
+        found = []
+        for of in (by_rows, dense):
+            loader = split.train.loader(batch_size=16, shuffle=False, max_history=10)
+            found.append([float(each.loss) for each in of.steps(iter(loader), len(loader))])
+        assert found[0] == pytest.approx(found[1], rel=1e-4)
+    check_equal(by_rows.state_tensors(), dense.state_tensors())
+    after = [parameter.detach() for part in tables for parameter in part.parameters()]
+    assert not any(torch.equal(*both) for both in zip(before, after, strict=True))
+    save_task(by_rows.task, tmp_path / "saved")
+    batch = split.test.gather(range(5))
+    found_, expected = (of.eval().predict(batch)["buy"] for of in (load_task(tmp_path / "saved"), by_rows.task))
+    assert torch.equal(found_, expected)
 
 
 class Foreign(Task):
