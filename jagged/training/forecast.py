@@ -43,7 +43,7 @@ class Forecast:
         elsewhere: the item table's rows that other processes keep. They are part of `present` too, and go before training.
         gradients: of the kept weights, and the second one that the item table has for a moment, from lookup and from scoring;
             with `graphs` a third. Where tables are updated row by row: of the rows that a step scores, once more while they are
-            put together with those that it reads.
+            put together with those that it reads, and once as each row's sum.
         optimizer: AdamW's two moments, and what tables have by `table_optimizer`.
         activations: of a step of the most tokens: 1.6 times what it keeps for its backward, measured on a probe of this model;
             the rest is for what the backward itself needs, and for gaps between freed blocks. With several processes also all
@@ -129,7 +129,7 @@ def forecast(
     gradients, states = sum(sizes) + max(sizes) * (2 if graphs else 1), 2 * sum(sizes)
     if by_rows:
         scored = min(len(table), _scored_rows(task, most))
-        gradients = sum(sizes) - table.nbytes + 2 * int(4 * table.shape[1] * (scored + most))
+        gradients = sum(sizes) - table.nbytes + 3 * int(4 * table.shape[1] * (scored + most))
     if config.training.table_optimizer != "adamw":
         states += state_bytes(config.training.table_optimizer, table) // world_size - 2 * (table.nbytes - others.nbytes)
     catalogue = 4.0 * split.train.num_items * config.evaluation.eval_batch_size

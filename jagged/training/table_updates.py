@@ -38,17 +38,23 @@ def state_bytes(kind: str, table: Tensor) -> int:
 
 
 def updates_rows(task: nn.Module, config: LoopOptions, world_size: int) -> bool:
-    """Whether a task's tables are updated row by row, if all of them learn."""
-    knows = isinstance(task, RankingModel) or (isinstance(task, NextItemTask) and isinstance(task.model, SASRec))
-    return config.table_optimizer in KINDS and knows and world_size == 1
+    """Whether a task's tables are updated row by row, if all of them learn.
+
+    A head over all items has a gradient of the whole table, which a dense optimizer takes as it is.
+    """
+    if config.table_optimizer not in KINDS or world_size > 1:
+        return False
+    if isinstance(task, NextItemTask) and isinstance(task.model, SASRec):
+        return config.table_optimizer in BY_ROWS_ALONE or task.head is None or isinstance(task.head, SampledCrossEntropyHead)
+    return isinstance(task, RankingModel)
 
 
 def update_tables_in_backward(task: nn.Module, config: TrainerConfig, world_size: int) -> dict[str, TrainedTables]:
     """Let the tables of a task be updated row by row, where its model is known to read its tables by lookups and heads alone.
 
     The task's collections are exchanged, with their parameters. AdamW moves every row in every step, and stays as it is; so do
-    tables that several processes split, frozen ones, and those of other models, whose forward may use a table in any way. For
-    adagrad, row-wise adagrad and SGD both ways come to the same weights.
+    tables that several processes split or that a head over all items scores against, frozen ones, and those of other models,
+    whose forward may use a table in any way. For adagrad, row-wise adagrad and SGD both ways come to the same weights.
 
     Returns:
         dict: the collections, by their paths.

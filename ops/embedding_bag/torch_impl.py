@@ -38,6 +38,8 @@ from jagged.ops.embedding_bag.spec import (
 
 # From here on glibc gives what is freed back to the kernel at once; smaller blocks are used again as they are.
 LARGE_BYTES = 32 << 20
+# Numbers of gradients that an update takes at once.
+UPDATED_ELEMENTS = 1 << 20
 # Lookups for each row of a table from which their gradients are added up in float64.
 MANY_LOOKUPS = 8
 
@@ -242,7 +244,11 @@ def update(x: UpdateInputs, o: UpdateOptions) -> Nothing:
         rows, place = torch.cat([ids for _, ids, _ in of_table]).unique(return_inverse=True)
         of_rows = torch.cat([of for _, _, of in of_table])
         sums = of_rows.new_zeros(rows.shape[0], feature.of.width).index_add_(0, place, of_rows)
-        _update_table(x, o, feature, rows, sums)
+        del of_rows
+        # A rule has some numbers for each of its gradient's.
+        step = max(1, UPDATED_ELEMENTS // feature.of.width)
+        for some_rows, some_sums in zip(rows.split(step), sums.split(step), strict=True):
+            _update_table(x, o, feature, some_rows, some_sums)
     return Nothing()
 
 

@@ -16,6 +16,7 @@ from jagged.models import NextItemTask, RankingModel, SASRec, Task, TaskOutput, 
 from jagged.models.pretrained import load_task, save_task
 from jagged.modules import (
     CutCrossEntropyHead,
+    GroupSparseHead,
     InBatchSampler,
     SampledCrossEntropyHead,
     ScalableCrossEntropyHead,
@@ -46,11 +47,15 @@ def processes() -> Iterator[Processes]:
         yield found
 
 
-def task_of(head: str = "all", **options: Any) -> NextItemTask:
+def task_of(head: str = "drawn", **options: Any) -> NextItemTask:
     torch.manual_seed(0)
     # Wide enough that no table is copied by kernels.
     model = SASRec(96, embedding_dim=16, num_layers=1, max_seq_len=12, dropout=0.0, **options)
     return NextItemTask(model, head=HEADS[head]())
+
+
+def is_by_rows(engine: Engine) -> bool:
+    return isinstance(engine.task.model.item_embeddings, ScheduledEmbeddingCollection)
 
 
 def loader() -> BatchLoader:
@@ -67,8 +72,8 @@ def engines(monkeypatch: pytest.MonkeyPatch, processes: Processes, head: str, of
     with monkeypatch.context() as patch:
         patch.setattr("jagged.training.engine.update_tables_in_backward", lambda *_: {})
         dense = Engine(task_of(head), of, "32-true", processes)
-    assert isinstance(by_rows.task.model.item_embeddings, ScheduledEmbeddingCollection)
-    assert not isinstance(dense.task.model.item_embeddings, ScheduledEmbeddingCollection)
+    assert is_by_rows(by_rows)
+    assert not is_by_rows(dense)
     return by_rows, dense
 
 
@@ -86,7 +91,7 @@ def check_equal(first: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("options", [{"gradient_clip_norm": 0.05}, {"gradient_clip_norm": None}, {"accumulate": 3}])
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", ["drawn", "in-batch"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_and_states_are_those_of_dense_gradients(
     processes: Processes, monkeypatch: pytest.MonkeyPatch, kind: str, head: str, options: dict[str, Any]
@@ -104,7 +109,7 @@ def test_weights_and_states_are_those_of_dense_gradients(
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpoints_go_both_ways(processes: Processes, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """One of either goes on as the other, which several processes need."""
-    by_rows, dense = engines(monkeypatch, processes, "all", config(kind))
+    by_rows, dense = engines(monkeypatch, processes, "drawn", config(kind))
     # Before the first step dense ones have no state, and after it they have one.
     for steps in (0, 4):
         states = dense.state_tensors()
@@ -117,6 +122,32 @@ def test_checkpoints_go_both_ways(processes: Processes, monkeypatch: pytest.Monk
     dense.load_state_tensors(states, 8)
     for of in (by_rows, dense):
         trained(of)
+    check_equal(by_rows.state_tensors(), dense.state_tensors())
+
+
+@pytest.mark.parametrize("head", ["all", "scalable"])
+def test_a_head_over_all_items(processes: Processes, monkeypatch: pytest.MonkeyPatch, head: str) -> None:
+    """Its gradient is of all rows: a dense optimizer takes it as it is, and AdamW of the rows that it names is AdamW."""
+    for kind in KINDS:
+        assert not is_by_rows(Engine(task_of(head), config(kind), "32-true", processes))
+    if head == "all":
+        by_rows, dense = (Engine(task_of(head), config(kind), "32-true", processes) for kind in ("sparse-adamw", "adamw"))
+        assert (is_by_rows(by_rows), is_by_rows(dense)) == (True, False)
+        assert trained(by_rows) == pytest.approx(trained(dense), rel=1e-4)
+        check_equal(by_rows.state_tensors(), dense.state_tensors())
+
+
+def test_an_output_layer_leaves_the_table_to_lookups(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def task() -> NextItemTask:
+        torch.manual_seed(0)
+        output = GroupSparseHead(16, torch.ones(96, dtype=torch.int64), 40, fan_in=4, group_size=8, loss="softmax")
+        return NextItemTask(SASRec(96, embedding_dim=16, num_layers=1, max_seq_len=12, dropout=0.0, output=output))
+
+    by_rows = Engine(task(), config("adagrad"), "32-true", processes)
+    monkeypatch.setattr("jagged.training.engine.update_tables_in_backward", lambda *_: {})
+    dense = Engine(task(), config("adagrad"), "32-true", processes)
+    assert (is_by_rows(by_rows), is_by_rows(dense)) == (True, False)
+    assert trained(by_rows) == pytest.approx(trained(dense), rel=1e-4)
     check_equal(by_rows.state_tensors(), dense.state_tensors())
 
 
