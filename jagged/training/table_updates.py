@@ -25,6 +25,8 @@ KINDS: dict[str, BagOptimizerKind] = {
     "sparse-adamw": "adam",
     "rowwise-adamw": "rowwise_adam",
 }
+# Rows that share a draw from which a step's items are few beside those of the table.
+FEWEST_ROWS_PER_DRAW = 64
 #: Kinds that have no dense counterpart: rows that a batch does not name keep their moments and are not decayed.
 BY_ROWS_ALONE = ("sparse-adamw", "rowwise-adamw")
 
@@ -40,21 +42,29 @@ def state_bytes(kind: str, table: Tensor) -> int:
 def updates_rows(task: nn.Module, config: LoopOptions, world_size: int) -> bool:
     """Whether a task's tables are updated row by row, if all of them learn.
 
-    A head over all items has a gradient of the whole table, which a dense optimizer takes as it is.
+    A head over all items has a gradient of the whole table, and one that draws for each row has one of nearly all of its rows: a
+    dense optimizer takes that as it is, in less time (`benchmarks/table_steps.py`).
     """
     if config.table_optimizer not in KINDS or world_size > 1:
         return False
     if isinstance(task, NextItemTask) and isinstance(task.model, SASRec):
-        return config.table_optimizer in BY_ROWS_ALONE or task.head is None or isinstance(task.head, SampledCrossEntropyHead)
+        return config.table_optimizer in BY_ROWS_ALONE or task.head is None or _names_few_rows(task.head)
     return isinstance(task, RankingModel)
+
+
+def _names_few_rows(head: nn.Module) -> bool:
+    if not isinstance(head, SampledCrossEntropyHead):
+        return False
+    per_draw = getattr(head.sampler, "rows_per_draw", None)
+    return per_draw is None or per_draw >= FEWEST_ROWS_PER_DRAW
 
 
 def update_tables_in_backward(task: nn.Module, config: TrainerConfig, world_size: int) -> dict[str, TrainedTables]:
     """Let the tables of a task be updated row by row, where its model is known to read its tables by lookups and heads alone.
 
     The task's collections are exchanged, with their parameters. AdamW moves every row in every step, and stays as it is; so do
-    tables that several processes split or that a head over all items scores against, frozen ones, and those of other models,
-    whose forward may use a table in any way. For adagrad, row-wise adagrad and SGD both ways come to the same weights.
+    tables that several processes split or of which a head names most rows, frozen ones, and those of other models, whose forward
+    may use a table in any way. For adagrad, row-wise adagrad and SGD both ways come to the same weights.
 
     Returns:
         dict: the collections, by their paths.

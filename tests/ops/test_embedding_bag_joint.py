@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Sequence
 from itertools import pairwise
@@ -321,11 +322,19 @@ def test_a_call_of_a_fake_mode_leaves_nothing_behind(place: Place) -> None:
     assert type(traced.weights) is Tensor
 
 
+TARGETS = torch.tensor([0, 3, -100, 5, 3, 1]).to(PLACE.device)
+NEGATIVES = torch.tensor([[1, 4, 4], [2, 0, 5]] * 3).to(PLACE.device)
+
+
+@functools.cache
+def hidden_of(width: int, seed: int) -> Tensor:
+    """Hidden states, made once: a graph that is captured copies nothing from the host."""
+    return random_tensor((6, width), torch.float32, seed)
+
+
 def scores_of(table: Tensor, seed: int, *, sparse: bool, rows: slice | None = None) -> Tensor:
     """A loss against sampled rows of a table, whose last ones are nobody's."""
-    hidden, targets = random_tensor((6, table.shape[1]), torch.float32, seed), torch.tensor([0, 3, -100, 5, 3, 1])
-    negatives = torch.tensor([[1, 4, 4], [2, 0, 5]] * 3)
-    targets, negatives = targets.to(PLACE.device), negatives.to(PLACE.device)
+    hidden, targets, negatives = hidden_of(table.shape[1], seed), TARGETS, NEGATIVES
     part = slice(None) if rows is None else rows
     return sampled_linear_cross_entropy(
         hidden[part].to(table.dtype), table, targets[part], negatives[part], sparse=sparse, backend=PLACE.backend, reduction="sum"

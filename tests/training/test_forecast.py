@@ -62,6 +62,7 @@ print(json.dumps({"peak": f.peak, "present": f.present, "measured": peak_residen
             "training.table_optimizer": "rowwise-adagrad",
             "head.type": "sampled",
             "head.num_negatives": 64,
+            "head.negatives_per": "batch",
             "model.num_layers": 1,
             "evaluation.eval_batch_size": 64,
             "processes": 1,

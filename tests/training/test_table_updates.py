@@ -35,7 +35,8 @@ KINDS = ["adagrad", "rowwise-adagrad", "sgd"]
 TABLE = "model.item_embeddings.embeddings.item_id.weight"
 HEADS: dict[str, Any] = {
     "all": CutCrossEntropyHead,
-    "drawn": lambda: SampledCrossEntropyHead(UniformSampler(96, 4, seed=1)),
+    "drawn": lambda: SampledCrossEntropyHead(UniformSampler(96, 4, rows_per_draw=None, seed=1)),
+    "drawn for each row": lambda: SampledCrossEntropyHead(UniformSampler(96, 4, seed=1)),
     "in-batch": lambda: SampledCrossEntropyHead(InBatchSampler(), correction="none"),
     "scalable": lambda: ScalableCrossEntropyHead(4, 8, 16),
 }
@@ -125,9 +126,9 @@ def test_checkpoints_go_both_ways(processes: Processes, monkeypatch: pytest.Monk
     check_equal(by_rows.state_tensors(), dense.state_tensors())
 
 
-@pytest.mark.parametrize("head", ["all", "scalable"])
-def test_a_head_over_all_items(processes: Processes, monkeypatch: pytest.MonkeyPatch, head: str) -> None:
-    """Its gradient is of all rows: a dense optimizer takes it as it is, and AdamW of the rows that it names is AdamW."""
+@pytest.mark.parametrize("head", ["all", "scalable", "drawn for each row"])
+def test_a_head_that_names_most_items(processes: Processes, monkeypatch: pytest.MonkeyPatch, head: str) -> None:
+    """A dense optimizer takes its gradient as it is; AdamW of the rows that a head over all items names is AdamW."""
     for kind in KINDS:
         assert not is_by_rows(Engine(task_of(head), config(kind), "32-true", processes))
     if head == "all":
