@@ -10,6 +10,7 @@ from jagged.modules.embedding_bags import ScheduledEmbeddingBagCollection
 from jagged.modules.embedding_bags_quantized import QuantizedEmbeddingBagCollection
 from jagged.modules.embedding_bags_sharding import ScheduledEmbeddingBagCollectionSharder
 from jagged.modules.embedding_sequences import ScheduledEmbeddingCollection
+from jagged.modules.embedding_sequences_quantized import QuantizedEmbeddingCollection
 from jagged.modules.group_sparse import GroupSparseHead
 from jagged.modules.heads import CutCrossEntropyHead, HeadOutput, SampledCrossEntropyHead
 from jagged.modules.held_updates import HeldUpdates
@@ -63,6 +64,7 @@ __all__ = [
     "PopularitySampler",
     "PositionalEncoding",
     "QuantizedEmbeddingBagCollection",
+    "QuantizedEmbeddingCollection",
     "RowSplit",
     "SampledCrossEntropyHead",
     "Sampler",

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ from jagged.ops import BagLayout, BagPlan, BagSchedules, PlanMismatch, sample_of
 
 # Keys that a message names.
 _SHOWN = 3
+
+_Forward = TypeVar("_Forward", bound=Callable[..., Any])
 
 
 class Lookups(NamedTuple):
@@ -83,6 +85,20 @@ class Part(Protocol):
         """Where they stand among a batch's keys."""
 
 
+def between_graphs(forward: _Forward) -> _Forward:
+    """Let a collection's forward run between compiled graphs."""
+    disabled = torch.compiler.disable(
+        forward, reason="a collection runs between compiled graphs; compile without fullgraph, export with strict=False"
+    )
+    return cast(_Forward, disabled)
+
+
+def name_features(tables: Sequence[BaseEmbeddingConfig]) -> None:
+    """Let tables without features read those of their names; as TorchRec does, in the configurations themselves."""
+    for table in tables:
+        table.feature_names = table.feature_names or [table.name]
+
+
 class BagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
     """Tables in parts, each of which one launch looks up; a subclass has the tables, and says how a part is pooled."""
 
@@ -93,9 +109,7 @@ class BagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
     _schedules: dict[torch.device, list[BagSchedules | None]]
 
     def _describe(self, tables: list[EmbeddingBagConfig], is_weighted: bool, output_dtype: torch.dtype) -> None:
-        for table in tables:
-            # As TorchRec's does, in the caller's configuration too.
-            table.feature_names = table.feature_names or [table.name]
+        name_features(tables)
         self._embedding_bag_configs = tables
         self._is_weighted = is_weighted
         self._output_dtype = output_dtype
@@ -112,9 +126,7 @@ class BagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
         """The output of one part: `[B, W]`, or flat where features have batches of their own."""
         raise NotImplementedError
 
-    @torch.compiler.disable(  # type: ignore[untyped-decorator]
-        reason="a collection runs between compiled graphs; compile without fullgraph, export with strict=False"
-    )
+    @between_graphs
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return the pooled embeddings of every feature."""
         if isinstance(features, Proxy):
@@ -137,10 +149,7 @@ class BagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
 
     def __prepare_scriptable__(self) -> BagCollection:
         """Refuse `torch.jit.script`, of the collection or of a model that holds it."""
-        raise TypeError(
-            f"torch.jit.script: got a {type(self).__name__}, whose lookups are an operator written in Python, which TorchScript "
-            "cannot compile; export the model with torch.export.export"
-        )
+        refuse_scripting(self)
 
     def _lookups(self, part: Part, features: KeyedJaggedTensor) -> Lookups:
         weights = None
@@ -247,6 +256,14 @@ def as_leaf(module: nn.Module, features: Proxy) -> Any:
     if not path:
         raise TypeError("features: got a proxy; the module is a leaf, so trace a model that holds it")
     return features.tracer.create_proxy("call_module", path, (features,), {})
+
+
+def refuse_scripting(module: nn.Module) -> NoReturn:
+    """Refuse `torch.jit.script` of a collection."""
+    raise TypeError(
+        f"torch.jit.script: got a {type(module).__name__}, whose lookups are an operator written in Python, which TorchScript "
+        "cannot compile; export the model with torch.export.export"
+    )
 
 
 def lookups_of(features: KeyedJaggedTensor, order: KeyOrder, weights: Tensor | None) -> Lookups:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType, pooling_type_to_str
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingBagConfig, PoolingType, pooling_type_to_str
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.modules.bag_collection import BagCollection, KeyOrder
@@ -174,7 +174,17 @@ class ScheduledEmbeddingBagCollection(TrainedTables, BagCollection):
 def check_tables(
     tables: list[EmbeddingBagConfig], is_weighted: bool, output_dtype: torch.dtype, *, of_any_type: bool = False
 ) -> None:
-    """Refuse what there is no operator for."""
+    """Refuse bags that there is no operator for."""
+    check_configs(tables, output_dtype, of_any_type=of_any_type)
+    for table in tables:
+        if table.pooling not in (PoolingType.SUM, PoolingType.MEAN):
+            raise ValueError(f"tables: expected SUM or MEAN pooling, got {table.pooling.name} for {table.name!r}")
+        if is_weighted and table.pooling == PoolingType.MEAN:
+            raise ValueError(f"is_weighted: only sums are weighted, but {table.name!r} has MEAN pooling")
+
+
+def check_configs(tables: Sequence[BaseEmbeddingConfig], output_dtype: torch.dtype, *, of_any_type: bool) -> None:
+    """Refuse tables that there is no operator for, however they are read."""
     if not tables:
         raise ValueError("tables: expected at least one, got none")
     if output_dtype not in OUTPUT_DTYPES:
@@ -187,7 +197,3 @@ def check_tables(
         if table.data_type not in DTYPES and not of_any_type:
             expected = ", ".join(data_type.name for data_type in DTYPES)
             raise ValueError(f"tables: expected a data type of {expected}, got {table.data_type.name} for {table.name!r}")
-        if table.pooling not in (PoolingType.SUM, PoolingType.MEAN):
-            raise ValueError(f"tables: expected SUM or MEAN pooling, got {table.pooling.name} for {table.name!r}")
-        if is_weighted and table.pooling == PoolingType.MEAN:
-            raise ValueError(f"is_weighted: only sums are weighted, but {table.name!r} has MEAN pooling")

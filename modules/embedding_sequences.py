@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from itertools import groupby
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
 from torchrec.modules.embedding_configs import EmbeddingConfig
-from torchrec.modules.embedding_modules import EmbeddingCollectionInterface, get_embedding_names_by_table
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
-from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from jagged.modules.bag_collection import KeyOrder, as_leaf, lengths_per_key, lookups_of, refuse_malformed, refuse_unknown_ids
-from jagged.modules.embedding_bags import DTYPES, OUTPUT_DTYPES
+from jagged.modules.bag_collection import KeyOrder
+from jagged.modules.embedding_bags import DTYPES, check_configs
+from jagged.modules.sequence_collection import SequenceCollection
 from jagged.modules.table_storage import Table, TableStorage
 from jagged.modules.trained_tables import TablesPart, TrainedTables, gather, optimizer_maker
 from jagged.ops import BagLayout, BagOptimizerKind
 
 
-class ScheduledEmbeddingCollection(TrainedTables, EmbeddingCollectionInterface):  # type: ignore[misc]
+class ScheduledEmbeddingCollection(TrainedTables, SequenceCollection):
     """TorchRec's `EmbeddingCollection` with all tables of a dtype looked up in one launch.
 
     Takes the same configurations, gives the same dictionary of JaggedTensors and has the same parameters,
@@ -77,20 +73,13 @@ class ScheduledEmbeddingCollection(TrainedTables, EmbeddingCollectionInterface):
         output_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        _check_tables(tables, output_dtype)
-        for table in tables:
-            # As TorchRec's does, in the caller's configuration too.
-            table.feature_names = table.feature_names or [table.name]
-        self._embedding_configs = tables
-        self._need_indices = need_indices
-        self._output_dtype = output_dtype
-        self._names_by_table = get_embedding_names_by_table(tables)
+        check_tables(tables, output_dtype)
+        self._describe(tables, need_indices, output_dtype)
         self._kind = optimizer
         self._optimizer = optimizer_maker(optimizer, optimizer_options)
         self.embeddings = nn.ModuleDict()
         self._parts: list[TablesPart] = []
-        # For each part the names of its features in the output.
-        self._names: list[list[str]] = []
+        self._names = []
         self._make_parts(device)
         self.register_load_state_dict_post_hook(gather)
         self.reset_parameters()
@@ -121,70 +110,10 @@ class ScheduledEmbeddingCollection(TrainedTables, EmbeddingCollectionInterface):
     def _modules_of_tables(self) -> MutableMapping[str, Table]:
         return cast("MutableMapping[str, Table]", self.embeddings)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """Return the rows of every feature."""
-        if isinstance(features, Proxy):
-            return cast("dict[str, JaggedTensor]", as_leaf(self, features))
-        features = maybe_td_to_kjt(features, None)
-        try:
-            rows = {
-                name: of
-                for number, part in enumerate(self._parts)
-                for name, of in zip(self._names[number], self._rows(part, features), strict=True)
-            }
-        except ValueError:
-            # The operator knows no keys.
-            if features.values().is_cpu:
-                refuse_malformed(features)
-                refuse_unknown_ids(features, self._embedding_configs)
-            raise
-        lists = _lists_of(features)
-        return {
-            name: self._with_rows(lists[feature], rows[name])
-            for table, names in zip(self._embedding_configs, self._names_by_table, strict=True)
-            for feature, name in zip(table.feature_names, names, strict=True)
-        }
-
-    def _rows(self, part: TablesPart, features: KeyedJaggedTensor) -> list[Tensor]:
-        """The rows of each feature of a part."""
-        ids, offsets, _, sizes = lookups_of(features, part.order, None)
-        totals = None
-        if len(part.features) > 1:
-            of_keys = dict(zip(features.keys(), lengths_per_key(features), strict=True))
-            totals = [of_keys[name] for name in part.features]
-        dtype = self._output_dtype
-        found = part.tables.lookup(
-            part.layout,
-            ids,
-            offsets,
-            batch_sizes=sizes,
-            sequence_totals=totals,
-            output_dtype=dtype if dtype in (torch.float32, part.tables.dtype) else torch.float32,
-        )
-        _, rows = part.layout.split(found, [ids.shape[0]] if totals is None else totals)
-        return [of.to(dtype) for of in rows]
-
-    def _with_rows(self, ids: JaggedTensor, rows: Tensor) -> JaggedTensor:
-        return JaggedTensor(
-            rows, weights=ids.values() if self._need_indices else None, lengths=ids.lengths(), offsets=ids.offsets_or_none()
-        )
-
-    def need_indices(self) -> bool:
-        """Tell whether the JaggedTensors have the ids as weights."""
-        return self._need_indices
-
-    def embedding_dim(self) -> int:
-        """The width of all tables."""
-        return self._embedding_configs[0].embedding_dim
-
-    def embedding_configs(self) -> list[EmbeddingConfig]:
-        """The tables."""
-        return self._embedding_configs
-
-    def embedding_names_by_table(self) -> list[list[str]]:
-        """For each table the names of its features in the output."""
-        return self._names_by_table
+    def _looked_up(self, number: int, ids: Tensor, offsets: Tensor, **options: Any) -> Tensor:
+        part, dtype = self._parts[number], self._output_dtype
+        given = dtype if dtype in (torch.float32, part.tables.dtype) else torch.float32
+        return part.tables.lookup(part.layout, ids, offsets, output_dtype=given, **options).to(dtype)
 
     def reset_parameters(self) -> None:
         """Draw new tables by their `init_fn`; nothing on the meta device."""
@@ -192,34 +121,14 @@ class ScheduledEmbeddingCollection(TrainedTables, EmbeddingCollectionInterface):
 
     def extra_repr(self) -> str:
         """Show the options; the tables follow as modules."""
-        shown = [f"features={sum(map(len, self._names))}", f"width={self.embedding_dim()}", f"need_indices={self._need_indices}"]
-        shown += [] if self._kind is None else [f"optimizer={self._kind!r}"]
-        shown += [f"output_dtype={self._output_dtype}"] if self._output_dtype != torch.float32 else []
-        return ", ".join(shown)
+        return self._shown() if self._kind is None else self._shown(f"optimizer={self._kind!r}")
 
 
-def _lists_of(features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-    """The ids of each key, of a batch without samples too; of a single key without waiting for the device."""
-    keys, values, lengths = features.keys(), features.values(), features.lengths()
-    if len(keys) == 1:
-        return {keys[0]: JaggedTensor(values, lengths=lengths, offsets=features.offsets())}
-    of_keys = zip(keys, values.split(lengths_per_key(features)), lengths.split(features.stride_per_key()), strict=True)
-    return {key: JaggedTensor(ids, lengths=of) for key, ids, of in of_keys}
-
-
-def _check_tables(tables: list[EmbeddingConfig], output_dtype: torch.dtype) -> None:
-    if not tables:
-        raise ValueError("tables: expected at least one, got none")
-    if output_dtype not in OUTPUT_DTYPES:
-        raise TypeError(f"output_dtype: expected one of {', '.join(map(str, OUTPUT_DTYPES))}, got {output_dtype}")
-    for name, of_name in groupby(sorted(table.name for table in tables)):
-        if len(list(of_name)) > 1:
-            raise ValueError(f"tables: expected names of their own, got {name!r} twice")
+def check_tables(tables: list[EmbeddingConfig], output_dtype: torch.dtype, *, of_any_type: bool = False) -> None:
+    """Refuse sequences that there is no operator for."""
+    check_configs(tables, output_dtype, of_any_type=of_any_type)
     first = tables[0]
     for table in tables:
-        if table.data_type not in DTYPES:
-            expected = ", ".join(data_type.name for data_type in DTYPES)
-            raise ValueError(f"tables: expected a data type of {expected}, got {table.data_type.name} for {table.name!r}")
         if table.embedding_dim != first.embedding_dim:
             raise ValueError(
                 f"tables: expected one embedding_dim, {first.embedding_dim} of {first.name!r}, got {table.embedding_dim} for "
