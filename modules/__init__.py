@@ -10,6 +10,7 @@ from jagged.modules.embedding_bags import ScheduledEmbeddingBagCollection
 from jagged.modules.embedding_bags_quantized import QuantizedEmbeddingBagCollection
 from jagged.modules.embedding_bags_sharding import ScheduledEmbeddingBagCollectionSharder
 from jagged.modules.embedding_sequences import ScheduledEmbeddingCollection
+from jagged.modules.embedding_sequences_sharding import ScheduledEmbeddingCollectionSharder
 from jagged.modules.group_sparse import GroupSparseHead
 from jagged.modules.heads import CutCrossEntropyHead, HeadOutput, SampledCrossEntropyHead
 from jagged.modules.hstu import HSTUBlock
@@ -68,6 +69,7 @@ __all__ = [
     "ScheduledEmbeddingBagCollection",
     "ScheduledEmbeddingBagCollectionSharder",
     "ScheduledEmbeddingCollection",
+    "ScheduledEmbeddingCollectionSharder",
     "SplitEmbeddingCollection",
     "TargetAttention",
     "TimeEncoding",

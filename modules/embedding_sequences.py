@@ -174,6 +174,14 @@ class ScheduledEmbeddingCollection(TrainedTables, EmbeddingCollectionInterface):
         """Tell whether the JaggedTensors have the ids as weights."""
         return self._need_indices
 
+    def use_gather_select(self) -> bool:
+        """Tell TorchRec's sharding that rows are not looked up once for ids that stand twice."""
+        return False
+
+    def use_gather_select_per_sharding(self) -> dict[str, bool] | None:
+        """The same for each sharding type."""
+        return None
+
     def embedding_dim(self) -> int:
         """The width of all tables."""
         return self._embedding_configs[0].embedding_dim
