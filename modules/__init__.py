@@ -11,6 +11,7 @@ from jagged.modules.embedding_bags_quantized import QuantizedEmbeddingBagCollect
 from jagged.modules.embedding_bags_sharding import ScheduledEmbeddingBagCollectionSharder
 from jagged.modules.embedding_sequences import ScheduledEmbeddingCollection
 from jagged.modules.embedding_sequences_quantized import QuantizedEmbeddingCollection
+from jagged.modules.embedding_sequences_sharding import ScheduledEmbeddingCollectionSharder
 from jagged.modules.group_sparse import GroupSparseHead
 from jagged.modules.heads import CutCrossEntropyHead, HeadOutput, SampledCrossEntropyHead
 from jagged.modules.held_updates import HeldUpdates
@@ -72,6 +73,7 @@ __all__ = [
     "ScheduledEmbeddingBagCollection",
     "ScheduledEmbeddingBagCollectionSharder",
     "ScheduledEmbeddingCollection",
+    "ScheduledEmbeddingCollectionSharder",
     "SplitEmbeddingCollection",
     "TargetAttention",
     "TimeEncoding",

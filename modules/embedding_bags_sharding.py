@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -17,7 +16,7 @@ from torchrec.distributed.embedding_sharding import (
     EmbeddingShardingContext,
     EmbeddingShardingInfo,
 )
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
+from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionContext,
     EmbeddingBagCollectionSharder,
@@ -34,7 +33,6 @@ from torchrec.distributed.types import (
     QuantizedCommCodecs,
     ShardedTensor,
     ShardingEnv,
-    ShardingType,
 )
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -42,12 +40,17 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from jagged.modules.bag_collection import on_device
 from jagged.modules.embedding_bags import ScheduledEmbeddingBagCollection
-from jagged.modules.embedding_bags_shards import DATA_PARALLEL, ROW_WISE, ShardLookup, optimizers_of
-from jagged.ops import BagLayout
-
-TABLE_WISE, COLUMN_WISE = ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value
-SHARDING_TYPES = [TABLE_WISE, COLUMN_WISE, ROW_WISE, DATA_PARALLEL]
-FUSED, DENSE = EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value
+from jagged.modules.embedding_bags_shards import ShardLookup, optimizers_of
+from jagged.modules.table_sharding import (
+    DATA_PARALLEL,
+    FUSED,
+    ROW_WISE,
+    TablesSharder,
+    checked_keys,
+    checked_plan,
+    draw_shards,
+    make_copies_alike,
+)
 
 
 class _CopiedSharding(DpPooledEmbeddingSharding):  # type: ignore[misc]
@@ -149,9 +152,7 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
         if module.device.type == "cpu":
             # As TorchRec does with tables on a GPU.
             self.load_state_dict(module.state_dict())
-        for name, sharding in plan.items():
-            if sharding.sharding_type == DATA_PARALLEL:
-                dist.broadcast(self.embedding_bags[name].weight.data, src=0, group=env.process_group)
+        make_copies_alike(self.embedding_bags, plan, env.process_group)
 
     def _create_lookups(self) -> None:
         for sharding, sharding_type in zip(self._embedding_shardings, self._sharding_types, strict=True):
@@ -194,12 +195,7 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
 
     def reset_parameters(self) -> None:
         """Draw new tables by their `init_fn`; copies of a data-parallel one are alike."""
-        for table in self._embedding_bag_configs:
-            weight = self.embedding_bags[table.name].weight
-            if weight.numel():
-                table.init_fn(weight)
-            if self.module_sharding_plan[table.name].sharding_type == DATA_PARALLEL:
-                dist.broadcast(weight.data, src=0, group=self._env.process_group)
+        draw_shards(self._embedding_bag_configs, self.embedding_bags, self.module_sharding_plan, self._env.process_group)
 
     @staticmethod
     def _pre_load_state_dict_hook(
@@ -227,16 +223,7 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
         return super().input_dist(ctx, features)
 
     def _check(self, features: KeyedJaggedTensor) -> None:
-        keys = features.keys()
-        if self._keys is None:
-            wanted = [name for table in self._embedding_bag_configs for name in table.feature_names]
-            if missing := sorted(set(wanted) - set(keys)):
-                raise ValueError(f"features: expected a key for every feature of the tables, got none for {', '.join(missing)}")
-            self._keys = keys
-        if keys != self._keys:
-            raise ValueError(f"features: expected the keys of the first batch in their order, {self._keys}, got {keys}")
-        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
-            raise ValueError("features: expected one batch size for all keys where tables are sharded, got one for each")
+        self._keys = checked_keys(features, self._embedding_bag_configs, self._keys)
         if self._is_weighted and features.weights_or_none() is None:
             raise ValueError("features: expected weights, as is_weighted says, got none; give KeyedJaggedTensor weights")
 
@@ -285,23 +272,7 @@ def _exchanged_sums(sharding: EmbeddingSharding, device: torch.device) -> TwPool
     )
 
 
-def _check_widths(name: str, sharding: ParameterSharding) -> None:
-    """Refuse column shards of one process that are not one parameter: without gaps, one below the other."""
-    if sharding.sharding_type != COLUMN_WISE:
-        return
-    sizes: dict[int, list[list[int]]] = {}
-    for rank, shard in zip(sharding.ranks, sharding.sharding_spec.shards, strict=True):
-        sizes.setdefault(rank, []).append(shard.shard_sizes)
-    for rank, of_rank in sizes.items():
-        widths = [width for _, width in of_rank]
-        if len(of_rank) > 1 and (len(set(widths)) > 1 or of_rank[0][0] * widths[0] % BagLayout.alignment):
-            raise ValueError(
-                "params: expected several column shards in one process to have the same width, a multiple of "
-                f"{BagLayout.alignment}, got {widths} of {name!r} in process {rank}; give each process one"
-            )
-
-
-class ScheduledEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
+class ScheduledEmbeddingBagCollectionSharder(TablesSharder, EmbeddingBagCollectionSharder):  # type: ignore[misc]
     """Lets `DistributedModelParallel` split `ScheduledEmbeddingBagCollection` over processes, with its operator on every shard.
 
     TorchRec plans, and moves ids and pooled embeddings between processes. Each of them looks up all that it has of one sharding
@@ -359,14 +330,6 @@ class ScheduledEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):  # 
         """What it becomes."""
         return ShardedScheduledEmbeddingBagCollection
 
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Table-wise, column-wise, row-wise and data-parallel, on every device."""
-        return SHARDING_TYPES
-
-    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """What a planner may reckon with; whether gradients are dense is for the module to say."""
-        return [DENSE if sharding_type == DATA_PARALLEL else FUSED]
-
     def shard(
         self,
         module: ScheduledEmbeddingBagCollection,
@@ -376,31 +339,11 @@ class ScheduledEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):  # 
         module_fqn: str | None = None,
     ) -> ShardedScheduledEmbeddingBagCollection:
         """Return this process's part of a collection."""
-        for name, parameter in module.named_parameters():
-            if hasattr(parameter, "_optimizer_classes"):
-                raise ValueError(
-                    f"module: got an optimizer of apply_optimizer_in_backward for {name!r}; name one in "
-                    "ScheduledEmbeddingBagCollection(optimizer=...)"
-                )
-            if not parameter.requires_grad:
-                raise ValueError(f"module: expected tables that require a gradient, got {name!r} frozen; use torch.no_grad")
-        kernels = {}
-        for name, sharding in params.items():
-            if sharding.sharding_type not in SHARDING_TYPES or sharding.compute_kernel not in (FUSED, DENSE):
-                raise ValueError(
-                    f"params: expected a sharding type of {', '.join(SHARDING_TYPES)} and the compute kernel {FUSED} or {DENSE} "
-                    f"for {name!r}, got {sharding.sharding_type} and {sharding.compute_kernel}"
-                )
-            _check_widths(name, sharding)
-            kernels[name] = dataclasses.replace(sharding, compute_kernel=DENSE if module._optimizer is None else FUSED)
         return ShardedScheduledEmbeddingBagCollection(
-            module, kernels, env, device, qcomm_codecs_registry=self.qcomm_codecs_registry, module_fqn=module_fqn
+            module,
+            checked_plan(module, params),
+            env,
+            device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
         )
-
-    def reshard(self, *_: Any, **__: Any) -> ShardedScheduledEmbeddingBagCollection:
-        """Refused.
-
-        Raises:
-            NotImplementedError: always.
-        """
-        raise NotImplementedError("reshard: tables cannot move while they train; save a checkpoint and shard anew")

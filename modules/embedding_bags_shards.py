@@ -1,4 +1,4 @@
-"""The shards that one process has of a ScheduledEmbeddingBagCollection, as TorchRec looks them up, saves and updates them."""
+"""The shards that one process has of a collection of embeddings, as TorchRec looks them up, saves and updates them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbeddingBag, EmbeddingFusedOptimizer
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
-from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
+from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup, GroupedPooledEmbeddingsLookup
 from torchrec.distributed.embedding_sharding import EmbeddingSharding
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.types import ShardingEnv, ShardingType
@@ -20,10 +20,10 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from jagged.modules.embedding_bags import DTYPES, ScheduledEmbeddingBagCollection
+from jagged.modules.embedding_bags import DTYPES
+from jagged.modules.table_sharding import DATA_PARALLEL, ROW_WISE
+from jagged.modules.trained_tables import TrainedTables
 from jagged.ops import BagLayout, BagOptimizer, embedding_bags
-
-ROW_WISE, DATA_PARALLEL = ShardingType.ROW_WISE.value, ShardingType.DATA_PARALLEL.value
 
 
 class Optimizers(NamedTuple):
@@ -34,7 +34,7 @@ class Optimizers(NamedTuple):
     states: dict[str, dict[str, Tensor]]
 
 
-def optimizers_of(module: ScheduledEmbeddingBagCollection) -> Optimizers | None:
+def optimizers_of(module: TrainedTables) -> Optimizers | None:
     """What a module's shards take over; None where it has no fused optimizer."""
     if module._optimizer is None:
         return None
@@ -77,6 +77,7 @@ class _Bags(BaseBatchedEmbeddingBag):  # type: ignore[misc]
             widths=tuple(self._local_cols),
             tables=tuple(self._feature_table_map),
             means=tuple(means),
+            sequences=tuple(table.pooling == PoolingType.NONE for table in tables for _ in table.feature_names),
         )
         storage = torch.zeros(self.layout.num_elements, dtype=DTYPES[config.data_type], device=device)
         self.weights = nn.Parameter(storage, requires_grad=optimizers is None)
@@ -91,6 +92,7 @@ class _Bags(BaseBatchedEmbeddingBag):  # type: ignore[misc]
             features.values(),
             features.offsets(),
             per_sample_weights=features.weights() if self._config.is_weighted else None,
+            sequence_totals=features.length_per_key() if self.layout.has_sequences else None,
             optimizer=self.optimizer,
         )
 
@@ -193,8 +195,34 @@ class _CopiesOptimizer(FusedOptimizer):  # type: ignore[misc]
         self._bags.set_learning_rate(self.param_groups[0]["lr"])
 
 
-class ShardLookup(GroupedPooledEmbeddingsLookup):  # type: ignore[misc]
-    """All tables that a process has by one sharding type: a launch for each dtype, sums and means together."""
+class _OneLaunch:
+    """A lookup of all tables that a process has by one sharding type: a launch for each dtype."""
+
+    _make: Callable[[GroupedEmbeddingConfig], _Bags]
+
+    def _merged(
+        self, sharding: EmbeddingSharding, sharding_type: str, pg: Any, device: torch.device, optimizers: Optimizers | None
+    ) -> list[GroupedEmbeddingConfig]:
+        """The tables by dtype, whose kernels are ours until `_forget`."""
+        kernel: Any = _Bags if optimizers is None else _FusedBags
+        # No attribute of a module can be set before it is one.
+        self.__dict__["_make"] = lambda config: kernel(config, pg, device, sharding_type, optimizers)
+        return [
+            dataclasses.replace(groups[0], embedding_tables=[table for group in groups for table in group.embedding_tables])
+            for _, of_dtype in groupby(sharding._grouped_embedding_configs, key=lambda group: group.data_type)
+            for groups in [list(of_dtype)]
+        ]
+
+    def _forget(self) -> None:
+        # It holds the whole module's states.
+        del self.__dict__["_make"]
+
+    def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, *_: Any) -> _Bags:
+        return self._make(config)
+
+
+class ShardLookup(_OneLaunch, GroupedPooledEmbeddingsLookup):  # type: ignore[misc]
+    """Of pooled embeddings, sums and means together."""
 
     def __init__(
         self,
@@ -204,30 +232,34 @@ class ShardLookup(GroupedPooledEmbeddingsLookup):  # type: ignore[misc]
         device: torch.device,
         optimizers: Optimizers | None,
     ) -> None:
-        kernel: Any = _Bags if optimizers is None else _FusedBags
-        # No attribute of a module can be set before it is one.
-        self.__dict__["_make"] = lambda config, pg: kernel(config, pg, device, sharding_type, optimizers)
-        merged = [
-            dataclasses.replace(groups[0], embedding_tables=[table for group in groups for table in group.embedding_tables])
-            for _, of_dtype in groupby(sharding._grouped_embedding_configs, key=lambda group: group.data_type)
-            for groups in [list(of_dtype)]
-        ]
+        pg = getattr(sharding, "_pg", env.process_group)
         super().__init__(
-            merged,
+            self._merged(sharding, sharding_type, pg, device, optimizers),
             device,
-            getattr(sharding, "_pg", env.process_group),
+            pg,
             scale_weight_gradients=sharding_type != DATA_PARALLEL,
             sharding_type=ShardingType(sharding_type),
             env=env,
         )
-        # It holds the whole module's states.
-        del self._make
-
-    def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, device: Any, pg: Any, *_: Any) -> _Bags:
-        made: _Bags = self._make(config, pg)
-        return made
+        self._forget()
 
     @property
     def module(self) -> ShardLookup:
         """As in DistributedDataParallel, whose place it takes for copies with a fused optimizer."""
         return self
+
+
+class SequenceShardLookup(_OneLaunch, GroupedEmbeddingsLookup):  # type: ignore[misc]
+    """Of rows that are not pooled."""
+
+    def __init__(
+        self,
+        sharding: EmbeddingSharding,
+        sharding_type: str,
+        env: ShardingEnv,
+        device: torch.device,
+        optimizers: Optimizers | None,
+    ) -> None:
+        pg = getattr(sharding, "_pg", env.process_group)
+        super().__init__(self._merged(sharding, sharding_type, pg, device, optimizers), pg, device, env)
+        self._forget()

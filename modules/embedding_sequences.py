@@ -115,6 +115,14 @@ class ScheduledEmbeddingCollection(TrainedTables, SequenceCollection):
         given = dtype if dtype in (torch.float32, part.tables.dtype) else torch.float32
         return part.tables.lookup(part.layout, ids, offsets, output_dtype=given, **options).to(dtype)
 
+    def use_gather_select(self) -> bool:
+        """Tell TorchRec's sharding that rows are not looked up once for ids that stand twice."""
+        return False
+
+    def use_gather_select_per_sharding(self) -> dict[str, bool] | None:
+        """The same for each sharding type."""
+        return None
+
     def reset_parameters(self) -> None:
         """Draw new tables by their `init_fn`; nothing on the meta device."""
         self._draw(self._embedding_configs)

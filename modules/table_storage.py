@@ -44,8 +44,8 @@ def _refuse_copies() -> None:
     if dist.is_available() and dist.is_initialized() and (size := dist.get_world_size()) > 1:
         raise RuntimeError(
             f"optimizer: would update the tables of this process alone, of {size} processes in the group, so that their copies "
-            "part; shard the model by DistributedModelParallel with ScheduledEmbeddingBagCollectionSharder, or leave the "
-            "optimizer out"
+            "part; shard the model by DistributedModelParallel with ScheduledEmbeddingBagCollectionSharder and "
+            "ScheduledEmbeddingCollectionSharder, or leave the optimizer out"
         )
 
 

@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import json
-import logging
-import sys
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
-import torch.multiprocessing
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -37,26 +32,32 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from jagged.modules import (
-    ScheduledEmbeddingBagCollection,
-    ScheduledEmbeddingBagCollectionSharder,
-    embedding_bags_shards,
-    table_storage,
+from jagged.modules import ScheduledEmbeddingBagCollection, ScheduledEmbeddingBagCollectionSharder, embedding_bags_shards
+from tests.modules.sharding_processes import (
+    CALLS,
+    EMPTY,
+    KEYS,
+    LATER_RATE,
+    PROCESSES,
+    RATE,
+    SGD,
+    SIZES,
+    WHOLE_ROWS,
+    apart,
+    batch,
+    gathered,
+    gradients_apart,
+    here,
+    main,
+    refused,
+    shards,
+    states_apart,
+    tables_apart,
 )
-from tests.processes import fork
 
-PROCESSES = 2
 SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
-KEYS = ("d", "b", "a", "unread", "c")
-# Of each process in the order of the steps: some have no samples, some no ids.
-SIZES = [(3, 4), (0, 5), (2, 2), (4, 0), (0, 0), (1, 3)]
-EMPTY = 2
-RATE, LATER_RATE = 0.1, 0.05
-
 # Rules that are the same for any split of a table's columns, and those that go by whole rows.
 BY_ELEMENT, BY_ROW = (None, "sgd", "adagrad", "adam"), ("rowwise_adagrad", "rowwise_adam", "rowwise_lamb", "adam of whole rows")
-# What stands behind a kind's name: options by which its updates go by whole rows.
-WHOLE_ROWS = {"weight_decay": 0.25, "decay_missed_steps": True, "max_norm": 0.5}
 ONE = {
     "table-wise": [table_wise(rank=0), table_wise(rank=1), table_wise(rank=0), table_wise(rank=1), table_wise(rank=0)],
     "column-wise": [
@@ -88,37 +89,6 @@ def tables(pooling: PoolingType = MEAN, data_type: DataType = DataType.FP32, wid
     ]
 
 
-def batch(sizes: tuple[int, ...], seed: int, weighted: bool, longest: int = 4) -> list[KeyedJaggedTensor]:
-    """For each process its batch, and last that of all together."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = {"a": 7, "b": 1, "c": 5, "d": 6, "unread": 100}
-
-    def bag(key: str) -> Tensor:
-        length = int(torch.randint(longest + 1, (), generator=generator))
-        return torch.randint(rows[key], (length,), generator=generator)
-
-    ids = [[[bag(key) for _ in range(size)] for key in KEYS] for size in sizes]
-    ids.append([[one for of_process in ids for one in of_process[key]] for key in range(len(KEYS))])
-    made = []
-    for of_keys in ids:
-        bags = [one for of_key in of_keys for one in of_key]
-        values = torch.cat([*bags, torch.empty(0, dtype=torch.int64)])
-        made.append(
-            KeyedJaggedTensor(
-                keys=list(KEYS),
-                values=values.to(here()),
-                lengths=torch.tensor([len(one) for one in bags], dtype=torch.int64).to(here()),
-                # The same in every process for an id of a feature.
-                weights=(0.5 + values % 5).to(here()) if weighted else None,
-            )
-        )
-    return made
-
-
-def here() -> torch.device:
-    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
-
-
 def sharded(module: ScheduledEmbeddingBagCollection, plan: list[Any]) -> DistributedModelParallel:
     sharder = ScheduledEmbeddingBagCollectionSharder()
     generators = {table.name: of for table, of in zip(module.embedding_bag_configs(), plan, strict=True)}
@@ -126,59 +96,6 @@ def sharded(module: ScheduledEmbeddingBagCollection, plan: list[Any]) -> Distrib
     return DistributedModelParallel(
         nn.ModuleDict({"bags": module}), device=here(), plan=ShardingPlan({"bags": made}), sharders=[sharder]
     )
-
-
-def apart(a: Tensor, b: Tensor) -> float:
-    """The largest difference in units of the last place of numbers around 1, or of the larger ones."""
-    assert a.shape == b.shape
-    assert a.dtype == b.dtype
-    if not a.numel():
-        return 0.0
-    a, b, eps = a.detach().double(), b.detach().double(), torch.finfo(a.dtype if a.is_floating_point() else torch.float32).eps
-    found = ((a - b).abs() / (eps * (1 + b.abs()))).max()
-    return float(found) if found.isfinite() else float("inf")
-
-
-def shards(tensor: Tensor) -> list[tuple[Tensor, tuple[slice, ...]]]:
-    """The parts of a tensor of a state dict that are here, and where they belong."""
-    if not hasattr(tensor, "local_shards"):
-        return [(tensor, ())]
-    return [
-        (part.tensor, tuple(slice(o, o + s) for o, s in zip(part.metadata.shard_offsets, part.metadata.shard_sizes, strict=True)))
-        for part in tensor.local_shards()
-    ]
-
-
-def tables_apart(ours: nn.Module, whole: ScheduledEmbeddingBagCollection) -> float:
-    theirs = whole.state_dict()
-    assert ours.state_dict().keys() == theirs.keys()
-    pairs = [(part, theirs[name][place]) for name, tensor in ours.state_dict().items() for part, place in shards(tensor)]
-    return max((apart(part, its) for part, its in pairs), default=0.0)
-
-
-def gradients_apart(ours: nn.Module, whole: ScheduledEmbeddingBagCollection) -> float:
-    """Of the parameters; those of column shards are compared by what they lead to."""
-    worst, state = 0.0, ours.state_dict()
-    for name, parameter in ours.named_parameters():
-        found = shards(state[name])
-        if found:
-            assert len(found) == 1
-            worst = max(worst, apart(parameter.grad, whole.get_parameter(name).grad[found[0][1]]))
-    return worst
-
-
-def states_apart(dmp: DistributedModelParallel, whole: ScheduledEmbeddingBagCollection) -> float:
-    """Of the fused optimizers' states by table and name."""
-    optimizers, worst = embedding_bags_shards.optimizers_of(whole), 0.0
-    for parameter, states in dmp.fused_optimizer.state_dict()["state"].items():
-        table = parameter.split(".")[-2]
-        theirs = {f"{table}.{name}".replace("first", "momentum1"): its for name, its in optimizers.states[table].items()}
-        assert states.keys() == {name for name in theirs if not name.endswith("learning_rate")}
-        for name, state in states.items():
-            for part, place in shards(state):
-                its = theirs[name]
-                worst = max(worst, apart(part, its[place]) if its.ndim else abs(int(part) - int(its)))
-    return worst
 
 
 def training(
@@ -293,16 +210,8 @@ def state_dicts() -> dict[str, float]:
     found["loaded"] = tables_apart(first.module["bags"], whole)
     second.load_state_dict(first.state_dict())
     found["loaded from sharded"] = tables_apart(second.module["bags"], whole)
-    gathered = {}
-    for name, tensor in first.module["bags"].state_dict().items():
-        if hasattr(tensor, "local_shards"):
-            gathered[name] = torch.empty(tensor.size(), dtype=tensor.dtype, device=here())
-            tensor.gather(0, gathered[name] if dist.get_rank() == 0 else None)
-        else:
-            gathered[name] = tensor
-    if dist.get_rank() == 0:
-        third.load_state_dict(gathered)
-        found["gathered"] = max(apart(a, b) for a, b in zip(third.parameters(), whole.parameters(), strict=True))
+    third.load_state_dict(gathered(first.module["bags"]))
+    found["gathered"] = max(apart(a, b) for a, b in zip(third.parameters(), whole.parameters(), strict=True))
     return found
 
 
@@ -431,13 +340,6 @@ def output() -> dict[str, float]:
 def errors() -> dict[str, str]:
     """What is refused, in every process alike, before anything is sent."""
 
-    def refused(call: Callable[[], object]) -> str:
-        try:
-            call()
-        except (ValueError, NotImplementedError) as error:
-            return str(error)
-        return "nothing"
-
     made = functools.partial(ScheduledEmbeddingBagCollection, device=here())
     bags, weighted = sharded(made(tables()), MIXED).module["bags"], sharded(made(tables(SUM), True), MIXED).module["bags"]
     features = batch((2,), 0, False)[-1]
@@ -452,21 +354,6 @@ def errors() -> dict[str, str]:
     bags(features)
     found["other order"] = refused(lambda: bags(KeyedJaggedTensor(list(KEYS[::-1]), values[:0], lengths=lengths * 0)))
     return found
-
-
-CALLS: list[None] = []
-SGD: dict[str, Any] = {"optimizer": "sgd", "optimizer_options": {"learning_rate": RATE}}
-
-
-def count_calls() -> None:
-    """Count the shards' calls of the operator."""
-    operator = embedding_bags_shards.embedding_bags
-
-    def counted(*arguments: Any, **options: Any) -> Tensor:
-        CALLS.append(None)
-        return operator(*arguments, **options)
-
-    embedding_bags_shards.embedding_bags = counted
 
 
 def cases(directory: Path) -> dict[str, Callable[[], dict[str, Any]]]:
@@ -491,41 +378,9 @@ def unsharded() -> str:
     module = ScheduledEmbeddingBagCollection(
         [EmbeddingBagConfig(name="x", embedding_dim=4, num_embeddings=5, feature_names=["a"])], device=here(), **SGD
     )
-    try:
-        module(KeyedJaggedTensor(keys=["a"], values=torch.tensor([1]), lengths=torch.tensor([1])).to(here()))
-    except RuntimeError as error:
-        return str(error)
-    return "not refused"
-
-
-def work(root: Path) -> None:
-    # TorchRec tells of every table that it caches nothing.
-    logging.disable(logging.WARNING)
-    count_calls()
-    refused = unsharded()
-    # What the sharded module is compared with gets the batches of all processes in each, so that no copies part.
-    table_storage._refuse_copies = lambda: None
-    found: dict[str, Any] = {name: case() for name, case in cases(root).items()} | {"unsharded": refused}
-    (root / str(dist.get_rank())).write_text(json.dumps(found))
-
-
-def on_gpu(rank: int, root: Path) -> None:
-    """In a new process, for a forked one has no GPU if the first has looked for one."""
-    warnings.simplefilter("ignore")
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", store=dist.FileStore(str(root / "store"), PROCESSES), rank=rank, world_size=PROCESSES)
-    work(root)
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    root, backend = Path(sys.argv[1]), sys.argv[2]
-    if backend == "nccl":
-        torch.multiprocessing.spawn(on_gpu, (root,), PROCESSES)
-    else:
-        fork(functools.partial(work, root), PROCESSES, root / "store")
-    print(json.dumps([json.loads((root / str(rank)).read_text()) for rank in range(PROCESSES)]))
+    features = KeyedJaggedTensor(keys=["a"], values=torch.tensor([1]), lengths=torch.tensor([1])).to(here())
+    return refused(lambda: module(features))
 
 
 if __name__ == "__main__":
-    main()
+    main(cases, unsharded)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,43 +12,14 @@ from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from jagged.modules import ScheduledEmbeddingBagCollection, ScheduledEmbeddingBagCollectionSharder
+from tests.modules.sharding_processes import check, run
 from tests.places import PLACE
-
-ROOT = Path(__file__).parents[2]
-# In units of the last place: sums in another order, of which a 16-bit table can be rounded to its next number.
-FEW, OF_16_BITS = 100, 20_000
 
 pytestmark = [
     pytest.mark.skipif(PLACE.name == "interpret", reason="processes of their own, whatever the place"),
     # On GPUs hundreds of kernels are compiled first.
     pytest.mark.timeout(1_800),
 ]
-
-
-def run(backend: str, directory: Path) -> list[dict[str, Any]]:
-    """For each process what it has found, by case."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.modules.bags_processes", str(directory), backend],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"},
-        capture_output=True,
-        text=True,
-        timeout=1_700,
-    )
-    assert done.returncode == 0, done.stderr[-4_000:]
-    result: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    assert len(result) == 2
-    return result
-
-
-def check(found: list[dict[str, Any]], name: str) -> None:
-    if name not in found[0]:
-        pytest.skip("looked at on the CPU")
-    for process in found:
-        limit = OF_16_BITS if name.endswith("two types") else FEW
-        # A NaN fails too.
-        assert all(difference < limit for difference in process[name].values()), process[name]
-        assert process[name].get("launches", 0) == 0
 
 
 PLANS = ("table-wise", "column-wise", "row-wise", "data-parallel", "mixed", "all in one")
@@ -73,14 +39,14 @@ CASES += [
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run("gloo", tmp_path_factory.mktemp("gloo"))
+    return run("tests.modules.bags_processes", "gloo", tmp_path_factory.mktemp("gloo"))
 
 
 @pytest.fixture(scope="module")
 def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    return run("nccl", tmp_path_factory.mktemp("nccl"))
+    return run("tests.modules.bags_processes", "nccl", tmp_path_factory.mktemp("nccl"))
 
 
 @pytest.fixture(params=["on_cpu", pytest.param("on_gpus", marks=pytest.mark.gpu)])
@@ -103,7 +69,8 @@ def test_copies_that_would_part_are_refused(found: list[dict[str, Any]]) -> None
     """Each process would update its own tables by its own batch."""
     assert [of["unsharded"] for of in found] == [
         "optimizer: would update the tables of this process alone, of 2 processes in the group, so that their copies part; shard "
-        "the model by DistributedModelParallel with ScheduledEmbeddingBagCollectionSharder, or leave the optimizer out"
+        "the model by DistributedModelParallel with ScheduledEmbeddingBagCollectionSharder and "
+        "ScheduledEmbeddingCollectionSharder, or leave the optimizer out"
     ] * 2
 
 

@@ -287,7 +287,8 @@ def test_an_optimizer_in_one_of_several_processes_is_refused(place: Place, monke
         fused(features)
     assert str(caught.value) == (
         "optimizer: would update the tables of this process alone, of 2 processes in the group, so that their copies part; shard "
-        "the model by DistributedModelParallel with ScheduledEmbeddingBagCollectionSharder, or leave the optimizer out"
+        "the model by DistributedModelParallel with ScheduledEmbeddingBagCollectionSharder and "
+        "ScheduledEmbeddingCollectionSharder, or leave the optimizer out"
     )
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     fused(features)

@@ -1,0 +1,125 @@
+"""What sharders of collections of embeddings have in common: what they take and refuse, and tables that are drawn anew."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.types import ParameterSharding, ShardingType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from jagged.modules.trained_tables import TrainedTables
+from jagged.ops import BagLayout
+
+TABLE_WISE, COLUMN_WISE = ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value
+ROW_WISE, DATA_PARALLEL = ShardingType.ROW_WISE.value, ShardingType.DATA_PARALLEL.value
+SHARDING_TYPES = [TABLE_WISE, COLUMN_WISE, ROW_WISE, DATA_PARALLEL]
+FUSED, DENSE = EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value
+
+
+class TablesSharder:
+    """What a sharder tells TorchRec's planner."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Table-wise, column-wise, row-wise and data-parallel, on every device."""
+        return SHARDING_TYPES
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """What a planner may reckon with; whether gradients are dense is for the module to say."""
+        return [DENSE if sharding_type == DATA_PARALLEL else FUSED]
+
+    def reshard(self, *_: Any, **__: Any) -> Any:
+        """Refused.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("reshard: tables cannot move while they train; save a checkpoint and shard anew")
+
+
+def checked_plan(module: TrainedTables, params: dict[str, ParameterSharding]) -> dict[str, ParameterSharding]:
+    """Return a plan for a collection's tables, with the compute kernel that goes by its optimizer.
+
+    Raises:
+        ValueError: frozen tables, an optimizer of `apply_optimizer_in_backward`, another sharding type or compute kernel, or
+            column shards in one process that are not one parameter.
+    """
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "_optimizer_classes"):
+            raise ValueError(
+                f"module: got an optimizer of apply_optimizer_in_backward for {name!r}; name one in "
+                f"{type(module).__name__}(optimizer=...)"
+            )
+        if not parameter.requires_grad:
+            raise ValueError(f"module: expected tables that require a gradient, got {name!r} frozen; use torch.no_grad")
+    for name, sharding in params.items():
+        if sharding.sharding_type not in SHARDING_TYPES or sharding.compute_kernel not in (FUSED, DENSE):
+            raise ValueError(
+                f"params: expected a sharding type of {', '.join(SHARDING_TYPES)} and the compute kernel {FUSED} or {DENSE} "
+                f"for {name!r}, got {sharding.sharding_type} and {sharding.compute_kernel}"
+            )
+        _check_widths(name, sharding)
+    kernel = DENSE if module._optimizer is None else FUSED
+    return {name: dataclasses.replace(sharding, compute_kernel=kernel) for name, sharding in params.items()}
+
+
+def _check_widths(name: str, sharding: ParameterSharding) -> None:
+    """Refuse column shards of one process that are not one parameter: without gaps, one below the other."""
+    if sharding.sharding_type != COLUMN_WISE:
+        return
+    sizes: dict[int, list[list[int]]] = {}
+    for rank, shard in zip(sharding.ranks, sharding.sharding_spec.shards, strict=True):
+        sizes.setdefault(rank, []).append(shard.shard_sizes)
+    for rank, of_rank in sizes.items():
+        widths = [width for _, width in of_rank]
+        if len(of_rank) > 1 and (len(set(widths)) > 1 or of_rank[0][0] * widths[0] % BagLayout.alignment):
+            raise ValueError(
+                "params: expected several column shards in one process to have the same width, a multiple of "
+                f"{BagLayout.alignment}, got {widths} of {name!r} in process {rank}; give each process one"
+            )
+
+
+def checked_keys(features: KeyedJaggedTensor, tables: Sequence[BaseEmbeddingConfig], first: list[str] | None) -> list[str]:
+    """Return the keys of a batch, which are those of the first one; None: this is the first.
+
+    Raises:
+        ValueError: keys that are missing or in another order, or a batch size for each key.
+    """
+    keys: list[str] = features.keys()
+    if first is None:
+        wanted = {name for table in tables for name in table.feature_names}
+        if missing := sorted(wanted - set(keys)):
+            raise ValueError(f"features: expected a key for every feature of the tables, got none for {', '.join(missing)}")
+        first = keys
+    if keys != first:
+        raise ValueError(f"features: expected the keys of the first batch in their order, {first}, got {keys}")
+    if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
+        raise ValueError("features: expected one batch size for all keys where tables are sharded, got one for each")
+    return keys
+
+
+def draw_shards(
+    tables: Sequence[BaseEmbeddingConfig],
+    modules: nn.ModuleDict,
+    plan: Mapping[str, ParameterSharding],
+    pg: dist.ProcessGroup,
+) -> None:
+    """Draw new tables by their `init_fn`; copies of a data-parallel one are alike."""
+    for table in tables:
+        weight: Any = modules[table.name].weight
+        if table.init_fn is not None and weight.numel():
+            table.init_fn(weight)
+    make_copies_alike(modules, plan, pg)
+
+
+def make_copies_alike(modules: nn.ModuleDict, plan: Mapping[str, ParameterSharding], pg: dist.ProcessGroup) -> None:
+    """Give every process the first one's copies of data-parallel tables."""
+    for name, sharding in plan.items():
+        if sharding.sharding_type == DATA_PARALLEL:
+            weight: Any = modules[name].weight
+            dist.broadcast(weight.data, src=0, group=pg)

@@ -1,0 +1,219 @@
+"""What the programs have in common that shard collections in two processes and compare them with unsharded ones."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import Tensor, nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from jagged.modules import embedding_bags_shards, table_storage
+from jagged.modules.trained_tables import TrainedTables
+from tests.processes import fork
+
+ROOT = Path(__file__).parents[2]
+
+#: By name what gives differences, or what was found, of one process; given a folder that all processes have.
+Cases = Callable[[Path], dict[str, Callable[[], Any]]]
+
+# In units of the last place: sums in another order, of which a 16-bit table can be rounded to its next number.
+FEW, OF_16_BITS = 100, 20_000
+PROCESSES = 2
+KEYS = ("d", "b", "a", "unread", "c")
+# Of each process in the order of the steps: some have no samples, some no ids.
+SIZES = [(3, 4), (0, 5), (2, 2), (4, 0), (0, 0), (1, 3)]
+EMPTY = 2
+RATE, LATER_RATE = 0.1, 0.05
+
+# What stands behind a kind's name: options by which its updates go by whole rows.
+WHOLE_ROWS = {"weight_decay": 0.25, "decay_missed_steps": True, "max_norm": 0.5}
+SGD: dict[str, Any] = {"optimizer": "sgd", "optimizer_options": {"learning_rate": RATE}}
+
+
+def run(program: str, backend: str, directory: Path) -> list[dict[str, Any]]:
+    """For each process what a program has found, by case."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", program, str(directory), backend],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"},
+        capture_output=True,
+        text=True,
+        timeout=1_700,
+    )
+    assert done.returncode == 0, done.stderr[-4_000:]
+    result: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    assert len(result) == PROCESSES
+    return result
+
+
+def check(found: list[dict[str, Any]], name: str) -> None:
+    if name not in found[0]:
+        pytest.skip("looked at on the CPU")
+    for process in found:
+        limit = OF_16_BITS if name.endswith("two types") else FEW
+        # A NaN fails too.
+        assert all(difference < limit for difference in process[name].values()), process[name]
+        assert process[name].get("launches", 0) == 0
+
+
+def batch(sizes: tuple[int, ...], seed: int, weighted: bool, longest: int = 4) -> list[KeyedJaggedTensor]:
+    """For each process its batch, and last that of all together."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = {"a": 7, "b": 1, "c": 5, "d": 6, "unread": 100}
+
+    def bag(key: str) -> Tensor:
+        length = int(torch.randint(longest + 1, (), generator=generator))
+        return torch.randint(rows[key], (length,), generator=generator)
+
+    ids = [[[bag(key) for _ in range(size)] for key in KEYS] for size in sizes]
+    ids.append([[one for of_process in ids for one in of_process[key]] for key in range(len(KEYS))])
+    made = []
+    for of_keys in ids:
+        bags = [one for of_key in of_keys for one in of_key]
+        values = torch.cat([*bags, torch.empty(0, dtype=torch.int64)])
+        made.append(
+            KeyedJaggedTensor(
+                keys=list(KEYS),
+                values=values.to(here()),
+                lengths=torch.tensor([len(one) for one in bags], dtype=torch.int64).to(here()),
+                # The same in every process for an id of a feature.
+                weights=(0.5 + values % 5).to(here()) if weighted else None,
+            )
+        )
+    return made
+
+
+def here() -> torch.device:
+    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    """The largest difference in units of the last place of numbers around 1, or of the larger ones."""
+    assert a.shape == b.shape
+    assert a.dtype == b.dtype
+    if not a.numel():
+        return 0.0
+    a, b, eps = a.detach().double(), b.detach().double(), torch.finfo(a.dtype if a.is_floating_point() else torch.float32).eps
+    found = ((a - b).abs() / (eps * (1 + b.abs()))).max()
+    return float(found) if found.isfinite() else float("inf")
+
+
+def shards(tensor: Tensor) -> list[tuple[Tensor, tuple[slice, ...]]]:
+    """The parts of a tensor of a state dict that are here, and where they belong."""
+    if not hasattr(tensor, "local_shards"):
+        return [(tensor, ())]
+    return [
+        (part.tensor, tuple(slice(o, o + s) for o, s in zip(part.metadata.shard_offsets, part.metadata.shard_sizes, strict=True)))
+        for part in tensor.local_shards()
+    ]
+
+
+def tables_apart(ours: nn.Module, whole: TrainedTables) -> float:
+    theirs = whole.state_dict()
+    assert ours.state_dict().keys() == theirs.keys()
+    pairs = [(part, theirs[name][place]) for name, tensor in ours.state_dict().items() for part, place in shards(tensor)]
+    return max((apart(part, its) for part, its in pairs), default=0.0)
+
+
+def gradients_apart(ours: nn.Module, whole: TrainedTables) -> float:
+    """Of the parameters; those of column shards are compared by what they lead to."""
+    worst, state = 0.0, ours.state_dict()
+    for name, parameter in ours.named_parameters():
+        found = shards(state[name])
+        if found:
+            assert len(found) == 1
+            worst = max(worst, apart(parameter.grad, whole.get_parameter(name).grad[found[0][1]]))
+    return worst
+
+
+def states_apart(dmp: DistributedModelParallel, whole: TrainedTables) -> float:
+    """Of the fused optimizers' states by table and name."""
+    optimizers, worst = embedding_bags_shards.optimizers_of(whole), 0.0
+    for parameter, states in dmp.fused_optimizer.state_dict()["state"].items():
+        table = parameter.split(".")[-2]
+        theirs = {f"{table}.{name}".replace("first", "momentum1"): its for name, its in optimizers.states[table].items()}
+        assert states.keys() == {name for name in theirs if not name.endswith("learning_rate")}
+        for name, state in states.items():
+            for part, place in shards(state):
+                its = theirs[name]
+                worst = max(worst, apart(part, its[place]) if its.ndim else abs(int(part) - int(its)))
+    return worst
+
+
+def gathered(ours: nn.Module) -> dict[str, Tensor]:
+    """A sharded module's state dict with whole tables, in every process."""
+    found = {}
+    for name, tensor in ours.state_dict().items():
+        found[name] = tensor
+        if hasattr(tensor, "local_shards"):
+            found[name] = torch.empty(tensor.size(), dtype=tensor.dtype, device=here())
+            tensor.gather(0, found[name] if dist.get_rank() == 0 else None)
+            dist.broadcast(found[name], 0)
+    return found
+
+
+def refused(call: Callable[[], object]) -> str:
+    """What a call says that fails."""
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "nothing"
+
+
+CALLS: list[None] = []
+
+
+def count_calls() -> None:
+    """Count the shards' calls of the operator."""
+    operator = embedding_bags_shards.embedding_bags
+
+    def counted(*arguments: Any, **options: Any) -> Tensor:
+        CALLS.append(None)
+        return operator(*arguments, **options)
+
+    embedding_bags_shards.embedding_bags = counted
+
+
+def work(root: Path, cases: Cases, unsharded: Callable[[], str]) -> None:
+    # TorchRec tells of every table that it caches nothing.
+    logging.disable(logging.WARNING)
+    count_calls()
+    first = unsharded()
+    # What the sharded module is compared with gets the batches of all processes in each, so that no copies part.
+    table_storage._refuse_copies = lambda: None
+    found: dict[str, Any] = {name: case() for name, case in cases(root).items()} | {"unsharded": first}
+    (root / str(dist.get_rank())).write_text(json.dumps(found))
+
+
+def on_gpu(rank: int, root: Path, cases: Cases, unsharded: Callable[[], str]) -> None:
+    """In a new process, for a forked one has no GPU if the first has looked for one."""
+    warnings.simplefilter("ignore")
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", store=dist.FileStore(str(root / "store"), PROCESSES), rank=rank, world_size=PROCESSES)
+    work(root, cases, unsharded)
+    dist.destroy_process_group()
+
+
+def main(cases: Cases, unsharded: Callable[[], str]) -> None:
+    """Do the cases in all processes and print what each has found, and what a module says that nobody has sharded."""
+    root, backend = Path(sys.argv[1]), sys.argv[2]
+    if backend == "nccl":
+        torch.multiprocessing.spawn(on_gpu, (root, cases, unsharded), PROCESSES)
+    else:
+        fork(functools.partial(work, root, cases, unsharded), PROCESSES, root / "store")
+    print(json.dumps([json.loads((root / str(rank)).read_text()) for rank in range(PROCESSES)]))
