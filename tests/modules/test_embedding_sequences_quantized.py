@@ -304,9 +304,9 @@ def test_quantize_dynamic(place: Place, of: type[nn.Module], inplace: bool) -> N
 def test_torchrecs_quantize_inference_model(place: Place, of: type[nn.Module]) -> None:
     model = Model(floats_of(some_tables(), of, need_indices=True)).eval()
     before = model.rows(features_of(2))
-    # TorchRec leaves the name of its own package out.
-    name = torch.typename(of).removeprefix("torch.")
-    made = quantize_inference_model(model, quantization_mapping={name: QuantizedEmbeddingCollection}, output_dtype=torch.bfloat16)
+    made = quantize_inference_model(
+        model, quantization_mapping={torch.typename(of): QuantizedEmbeddingCollection}, output_dtype=torch.bfloat16
+    )
     assert type(made.rows) is QuantizedEmbeddingCollection
     after = made.rows(features_of(2))
     assert list(after) == list(before)
