@@ -22,6 +22,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.modules.embedding_bags import DTYPES
 from jagged.modules.table_sharding import DATA_PARALLEL, ROW_WISE
+from jagged.modules.table_storage import states_of_tables
 from jagged.modules.trained_tables import TrainedTables
 from jagged.ops import BagLayout, BagOptimizer, embedding_bags
 
@@ -41,19 +42,8 @@ def optimizers_of(module: TrainedTables) -> Optimizers | None:
     states: dict[str, dict[str, Tensor]] = {}
     for part in module._parts:
         if part.tables.optimizer is not None:
-            states.update(zip(part.names, _states_of_tables(part.tables.optimizer), strict=True))
+            states.update(zip(part.names, states_of_tables(part.tables.optimizer), strict=True))
     return Optimizers(module._optimizer, states)
-
-
-def _states_of_tables(optimizer: BagOptimizer) -> list[dict[str, Tensor]]:
-    """For each table views of an optimizer's tensors, `[rows, width]`, `[rows]` and `[]`, by name."""
-    layout = optimizer.layout
-    states: list[dict[str, Tensor]] = [{} for _ in layout.rows]
-    for name, of in optimizer.states_of.items():
-        whole = getattr(optimizer, name)
-        for table, state in zip(states, layout.views(whole) if of == "element" else whole.split(layout.rows), strict=True):
-            table[name] = state
-    return [{**state, "step": optimizer.step, "learning_rate": optimizer.learning_rate} for state in states]
 
 
 class _Bags(BaseBatchedEmbeddingBag):  # type: ignore[misc]
@@ -156,7 +146,7 @@ class _FusedBags(_Bags, FusedOptimizerModule):  # type: ignore[misc]
     def states(self) -> list[dict[str, Tensor]]:
         """For each shard its states by name."""
         assert self.optimizer is not None
-        of_shards = zip(_states_of_tables(self.optimizer), self._local_rows, strict=True)
+        of_shards = zip(states_of_tables(self.optimizer), self._local_rows, strict=True)
         return [{name: state[:rows] if state.ndim else state for name, state in of.items()} for of, rows in of_shards]
 
     def get_optimizer_state(self) -> list[dict[str, Tensor]]:

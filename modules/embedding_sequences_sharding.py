@@ -160,8 +160,8 @@ class ScheduledEmbeddingCollectionSharder(TablesSharder, EmbeddingCollectionShar
     TorchRec plans, and moves ids and rows between processes. Each of them looks up all that it has of one sharding type and data
     type in one launch. Output, order of its features and names of parameters are those of the unsharded module, and so are
     gradients and updates, of the mean of the processes' losses. Shards begin with the module's tables and states of its
-    optimizer, or, if it is on the meta device, with new ones. A table that `share_tables` put into several collections is
-    sharded in each by itself: from then on there are several.
+    optimizer, or, if it is on the meta device, with new ones. Tables that several collections share are refused: each would
+    have its own.
 
     * Table-wise, column-wise and row-wise a process updates what it has. Of `rowwise_adagrad` and `rowwise_adam` the states of a
       column shard are those of its own columns, so that updates differ from the unsharded module's.

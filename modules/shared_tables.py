@@ -65,6 +65,8 @@ def put_together(collections: Sequence[TrainedTables], key_of: Callable[[Trained
     for module in modules.values():
         by_dtype.setdefault(module.weight.dtype, []).append(module)
     storages = {dtype: _storage_of(of, collections[0]) for dtype, of in by_dtype.items()}
+    for storage in storages.values():
+        storage.is_shared = True
     for collection in collections:
         for number, part in enumerate(collection._parts):
             own = [collection._modules_of_tables[name] for name in part.names]

@@ -46,9 +46,14 @@ def checked_plan(module: TrainedTables, params: dict[str, ParameterSharding]) ->
     """Return a plan for a collection's tables, with the compute kernel that goes by its optimizer.
 
     Raises:
-        ValueError: frozen tables, an optimizer of `apply_optimizer_in_backward`, another sharding type or compute kernel, or
-            column shards in one process that are not one parameter.
+        ValueError: tables that several collections share, frozen tables, an optimizer of `apply_optimizer_in_backward`, another
+            sharding type or compute kernel, or column shards in one process that are not one parameter.
     """
+    if any(part.tables.is_shared for part in module._parts):
+        raise ValueError(
+            "module: expected tables of one collection, got some that several share, of which each would have its own when they "
+            "are sharded; give every collection its own tables, or train in one process"
+        )
     for name, parameter in module.named_parameters():
         if hasattr(parameter, "_optimizer_classes"):
             raise ValueError(

@@ -90,6 +90,17 @@ class _Slots(dict[str, Any]):
         return dict, (dict(self),)
 
 
+def states_of_tables(optimizer: BagOptimizer) -> list[dict[str, Tensor]]:
+    """For each table views of an optimizer's tensors, `[rows, width]`, `[rows]` and `[]`, by name."""
+    layout = optimizer.layout
+    states: list[dict[str, Tensor]] = [{} for _ in layout.rows]
+    for name, of in optimizer.states_of.items():
+        whole = getattr(optimizer, name)
+        for table, state in zip(states, layout.views(whole) if of == "element" else whole.split(layout.rows), strict=True):
+            table[name] = state
+    return [{**state, "step": optimizer.step, "learning_rate": optimizer.learning_rate} for state in states]
+
+
 class TableStorage:
     """The weights of embedding tables of one dtype, one after the other in one tensor, however they are read.
 
@@ -108,6 +119,9 @@ class TableStorage:
         layout: the tables; what features it has is of no matter.
         bags: for each table a module with its `weight`.
         optimizer: makes the fused optimizer, given layout and device; None: parameters get gradients.
+
+    Attributes:
+        is_shared: several collections read it.
     """
 
     _storage: Tensor | None
@@ -128,6 +142,7 @@ class TableStorage:
     ) -> None:
         self.layout = layout
         self.optimizer: BagOptimizer | None = None
+        self.is_shared = False
         self._holds = False
         self._bags = list(bags)
         self._make_optimizer = optimizer
@@ -166,15 +181,8 @@ class TableStorage:
         self.gather()
 
     def states_by_table(self) -> list[dict[str, Tensor]]:
-        """For each table views of its optimizer's states, `[rows, width]` or `[rows]`, by name, and `step`; or nothing."""
-        of = self.optimizer
-        states: list[dict[str, Tensor]] = [{} if of is None else {"step": of.step} for _ in self._bags]
-        for name, has in of.states_of.items() if of is not None else ():
-            whole = getattr(of, name)
-            views = self.layout.views(whole) if has == "element" else whole.split(self.layout.rows)
-            for table, view in zip(states, views, strict=True):
-                table[name] = view
-        return states
+        """For each table what `states_of_tables` says of it; nothing without an optimizer."""
+        return [{} for _ in self._bags] if self.optimizer is None else states_of_tables(self.optimizer)
 
     @property
     def updates(self) -> JointUpdate | None:

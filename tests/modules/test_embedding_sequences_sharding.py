@@ -11,7 +11,7 @@ from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingConfig
 
-from jagged.modules import ScheduledEmbeddingCollection, ScheduledEmbeddingCollectionSharder
+from jagged.modules import ScheduledEmbeddingCollection, ScheduledEmbeddingCollectionSharder, share_tables
 from tests.modules.sharding_processes import check, run
 from tests.places import PLACE
 
@@ -143,6 +143,12 @@ def frozen() -> ScheduledEmbeddingCollection:
     return collection().requires_grad_(False)
 
 
+def shared() -> ScheduledEmbeddingCollection:
+    module = collection()
+    share_tables(module, collection())
+    return module
+
+
 def with_an_optimizer() -> ScheduledEmbeddingCollection:
     module = collection()
     for parameter in module.parameters():
@@ -158,6 +164,7 @@ def with_an_optimizer() -> ScheduledEmbeddingCollection:
         (collection, "table_wise", "fused_uvm", "the compute kernel fused or dense for 'item', got table_wise and fused_uvm"),
         (frozen, "table_wise", "fused", "expected tables that require a gradient, got 'embeddings.item.weight' frozen"),
         (with_an_optimizer, "table_wise", "fused", "name one in ScheduledEmbeddingCollection"),
+        (shared, "table_wise", "fused", "expected tables of one collection, got some that several share, of which each would"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(
