@@ -175,8 +175,8 @@ class TableStorage:
         self.weights()
         return self._bags[number].weight
 
-    def update_by(self, optimizer: Callable[[BagLayout, torch.device], BagOptimizer]) -> None:
-        """Update in the backward pass from now on, by a new optimizer."""
+    def update_by(self, optimizer: Callable[[BagLayout, torch.device], BagOptimizer] | None) -> None:
+        """Update in the backward pass from now on, by a new optimizer, or no more."""
         self._make_optimizer, self.optimizer = optimizer, None
         self.gather()
 

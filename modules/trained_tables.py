@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from jagged.modules.backward_updates import checked_options, load_state
@@ -69,7 +70,8 @@ class TrainedTables(nn.Module):
 
         Raises:
             KeyError: there is no such table.
-            RuntimeError: tables with an optimizer in one of several processes, which has to be sharded.
+            RuntimeError: tables with an optimizer in one of several processes, which has to be sharded; in a trace by `torch.fx`,
+                which would keep this tensor and not the call.
 
         Example:
             >>> import torch
@@ -84,6 +86,10 @@ class TrainedTables(nn.Module):
             >>> tables.optimizers[0].step
             tensor(1)
         """
+        if self._optimizer is not None and is_fx_symbolic_tracing():
+            raise RuntimeError(
+                "scored: a trace by torch.fx would keep the table as it is now; call it in a module that is a leaf of the trace"
+            )
         for part in self._parts:
             if name in part.names:
                 return part.tables.scored(part.names.index(name))
@@ -103,6 +109,13 @@ class TrainedTables(nn.Module):
         assert self._optimizer is not None
         for part in self._parts:
             part.tables.update_by(self._optimizer)
+
+    def stop_updating(self) -> None:
+        """Let parameters get gradients again, as in a collection that was made without an optimizer; its states go."""
+        self._optimizer = None
+        for part in self._parts:
+            part.tables.hold(False)
+            part.tables.update_by(None)
 
     def optimizer_states(self) -> dict[str, dict[str, Tensor]]:
         """For each table, by name, views of its optimizer's states; nothing without one.

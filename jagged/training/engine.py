@@ -73,8 +73,8 @@ class Engine:
         device = processes.device
         if processes.world_size > 1 and isinstance(task, NextItemTask):
             task.split(processes.group, processes.host_group)
-        collections = update_tables_in_backward(task, config, processes.world_size)
-        held = HeldUpdates(task) if collections else None
+        self._rows = update_tables_in_backward(task, config, processes.world_size)
+        held = None if self._rows is None else self._rows.held
         # The optimizer comes with what it updates, and what is updated may be replicated by the wrapper.
         self._step = _Step(task, precision, processes, graphs_serve(config, task, processes), held).to(device)
         self._tables = {path: module for path, module in task.named_modules() if isinstance(module, SplitEmbeddingCollection)}
@@ -97,12 +97,16 @@ class Engine:
             tables=table_names(task),
             split=self._splits,
             heads=updated_heads(task),
-            collections=collections,
-            held=held,
+            rows=self._rows,
             world_size=processes.world_size,
         )
         if self._accumulate > 1:
             self._step.optimizer = self.optimizer
+
+    def close(self) -> None:
+        """Give the task back: its tables, if they were updated row by row, get gradients again. Nothing is trained any more."""
+        if self._rows is not None:
+            self._rows.end()
 
     @property
     def samples(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,12 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, 
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from jagged.config import TrainerConfig
-from jagged.modules import GroupSparseHead, HeldUpdates, RowSplit
+from jagged.modules import GroupSparseHead, RowSplit
 from jagged.modules.trained_tables import TrainedTables
 from jagged.training.errors import TrainingError
+
+if TYPE_CHECKING:
+    from jagged.training.table_updates import RowUpdates
 
 #: Tables of up to so many rows are learnt from many samples a row, like any other matrix.
 SMALL_TABLE = 100
@@ -97,9 +100,8 @@ class Optimizer:
             processes' losses. They count once each in the norm.
         heads: by path, those that are updated in the backward pass: outside of the norm and its clipping, with a peak rate of
             their own on the same schedule.
-        collections: by path, those whose tables are updated row by row, without gradients of theirs: as the tables by `config`,
-            in the norm and clipped by it.
-        held: what holds the updates of these back until `step`.
+        rows: the tables that are updated row by row, without gradients of theirs: as the tables by `config`, in the norm and
+            clipped by it.
         world_size: processes.
 
     Attributes:
@@ -116,14 +118,13 @@ class Optimizer:
         tables: Collection[str] = (),
         split: Mapping[str, RowSplit] | None = None,
         heads: Mapping[str, GroupSparseHead] | None = None,
-        collections: Mapping[str, TrainedTables] | None = None,
-        held: HeldUpdates | None = None,
+        rows: RowUpdates | None = None,
         world_size: int = 1,
     ) -> None:
         split = split or {}
         self._heads = dict(heads or {})
-        self._collections = dict(collections or {})
-        self._held_updates = held
+        self._collections = {} if rows is None else rows.collections
+        self._held_updates = None if rows is None else rows.held
         self._table_rate = config.table_learning_rate or config.learning_rate
         # By the names of their parameters.
         self._tables = {

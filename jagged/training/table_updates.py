@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from jagged.config import TrainerConfig
 from jagged.config.options import LoopOptions
 from jagged.models import NextItemTask, RankingModel, SASRec
-from jagged.modules import SampledCrossEntropyHead, replace_embeddings
+from jagged.modules import HeldUpdates, SampledCrossEntropyHead, replace_embeddings
 from jagged.modules.trained_tables import TrainedTables
 from jagged.ops import BagOptimizerKind
 from jagged.training.errors import TrainingError
@@ -59,7 +59,37 @@ def _names_few_rows(head: nn.Module) -> bool:
     return per_draw is None or per_draw >= FEWEST_ROWS_PER_DRAW
 
 
-def update_tables_in_backward(task: nn.Module, config: TrainerConfig, world_size: int) -> dict[str, TrainedTables]:
+class RowUpdates:
+    """A task's tables that are updated row by row.
+
+    Attributes:
+        collections: by their paths.
+        held: what holds their updates back until the trainer's step.
+    """
+
+    def __init__(self, task: nn.Module, kind: BagOptimizerKind, options: dict[str, Any]) -> None:
+        replace_embeddings(task)
+        self.collections = {path: part for path, part in task.named_modules() if isinstance(part, TrainedTables)}
+        for part in self.collections.values():
+            # What a loop before has left is nobody's.
+            part.zero_grad()
+            part.update_in_backward(kind, options)
+        self.held = HeldUpdates(task)
+        head = getattr(task, "head", None)
+        self._head = head if isinstance(head, SampledCrossEntropyHead) and not head.sparse else None
+        if self._head is not None:
+            # A gradient of the rows that are scored, and of no others.
+            self._head.sparse = True
+
+    def end(self) -> None:
+        """Give the tables back, to be trained by anybody: their parameters get gradients again."""
+        for part in self.collections.values():
+            part.stop_updating()
+        if self._head is not None:
+            self._head.sparse = False
+
+
+def update_tables_in_backward(task: nn.Module, config: TrainerConfig, world_size: int) -> RowUpdates | None:
     """Let the tables of a task be updated row by row, where its model is known to read its tables by lookups and heads alone.
 
     The task's collections are exchanged, with their parameters. AdamW moves every row in every step, and stays as it is; so do
@@ -67,14 +97,14 @@ def update_tables_in_backward(task: nn.Module, config: TrainerConfig, world_size
     may use a table in any way. For adagrad, row-wise adagrad and SGD both ways come to the same weights.
 
     Returns:
-        dict: the collections, by their paths.
+        RowUpdates: of the collections; None where all tables have dense gradients.
 
     Raises:
         TrainingError: an optimizer of rows alone, and a task or a number of processes that has none.
     """
     kind = KINDS.get(config.table_optimizer)
     if kind is None:
-        return {}
+        return None
     if not updates_rows(task, config, world_size):
         if config.table_optimizer in BY_ROWS_ALONE:
             found = f"{world_size} processes" if updates_rows(task, config, 1) else f"a {type(task).__name__}"
@@ -82,23 +112,15 @@ def update_tables_in_backward(task: nn.Module, config: TrainerConfig, world_size
                 f"table_optimizer: {config.table_optimizer} updates rows of SASRec's and RankingModel's tables in one process, "
                 f"got {found}; take adagrad, rowwise-adagrad, sgd or adamw"
             )
-        return {}
+        return None
     if not all(task.get_parameter(name).requires_grad for name in table_names(task)):
         if config.table_optimizer in BY_ROWS_ALONE:
             raise TrainingError(
                 f"table_optimizer: {config.table_optimizer} updates tables that all learn, got some that are frozen; "
                 "take adagrad, rowwise-adagrad, sgd or adamw"
             )
-        return {}
-    replace_embeddings(task)
-    own = {path: part for path, part in task.named_modules() if isinstance(part, TrainedTables)}
-    for part in own.values():
-        part.update_in_backward(kind, _options(config))
-    head = getattr(task, "head", None)
-    if isinstance(head, SampledCrossEntropyHead):
-        # Of the rows that are scored, and of no others.
-        head.sparse = True
-    return own
+        return None
+    return RowUpdates(task, kind, _options(config))
 
 
 def _options(config: TrainerConfig) -> dict[str, Any]:

@@ -165,6 +165,7 @@ class Trainer:
             total_steps = config.max_epochs * -(-parts["train"].num_batches(0) // config.accumulate)
             self.task.to(device)  # type: ignore[attr-defined]
             engine = Engine(self.task, config, config.precision, processes, total_steps)  # type: ignore[arg-type]
+            closing.callback(engine.close)
             # Dropout differs between processes; what they share was drawn before.
             torch.manual_seed(config.seed + processes.rank)
             fresh = TrainState(dict(options or config.model_dump()), fingerprint, processes.world_size)

@@ -138,7 +138,7 @@ class JointUpdate:
             >>> from jagged.ops import BagLayout, BagOptimizer, JointUpdate
             >>> tables = JointUpdate(torch.zeros(6), BagOptimizer("sgd", BagLayout((3,), (2,)), learning_rate=1.0))
             >>> (torch.tensor([[1.0, 2.0]]) @ tables.table().T).sum().backward()
-            >>> tables.table().view(3, 2)
+            >>> tables.table().detach()
             tensor([[-1., -2.],
                     [-1., -2.],
                     [-1., -2.]])

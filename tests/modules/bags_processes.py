@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.sharding_plan import (
     column_wise,
     construct_module_sharding_plan,
@@ -25,7 +24,6 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -49,6 +47,8 @@ from tests.modules.sharding_processes import (
     gradients_apart,
     here,
     main,
+    piped_apart,
+    planned_output,
     refused,
     shards,
     states_apart,
@@ -261,43 +261,17 @@ class Model(nn.Module):
 
 
 def pipelined() -> dict[str, float]:
-    """TorchRec's pipeline, which sends a batch's ids before the one before has been looked up, against plain steps."""
-    sharder, losses = ScheduledEmbeddingBagCollectionSharder(), []
-    batches = [batch((2, 3), seed, False)[dist.get_rank()] for seed in range(4)]
-    for is_piped in (False, True):
-        torch.manual_seed(0)
-        model = Model(ScheduledEmbeddingBagCollection(tables(), device=here(), **SGD))
-        generators = {table.name: of for table, of in zip(tables(), MIXED, strict=True)}
-        plan = construct_module_sharding_plan(model.bags, generators, sharder, PROCESSES, PROCESSES, here().type)
-        dmp = DistributedModelParallel(model.to(here()), device=here(), plan=ShardingPlan({"bags": plan}), sharders=[sharder])
-        rest = torch.optim.SGD(dict(in_backward_optimizer_filter(dmp.named_parameters())).values(), lr=RATE)
-        scores = []
-        if is_piped:
-            pipeline, feed = TrainPipelineSparseDist(dmp, rest, here()), iter(batches)
-            scores = [pipeline.progress(feed) for _ in batches]
-        else:
-            for features in batches:
-                rest.zero_grad()
-                loss, found = dmp(features)
-                loss.backward()
-                rest.step()
-                scores.append(found)
-        losses.append(torch.cat(scores))
-    return {"scores": apart(*losses)}
+    sharder = ScheduledEmbeddingBagCollectionSharder()
+    return piped_apart(
+        lambda: Model(ScheduledEmbeddingBagCollection(tables(), device=here(), **SGD)), "bags", tables(), MIXED, sharder
+    )
 
 
 def planned() -> dict[str, float]:
-    """By TorchRec's planner."""
     torch.manual_seed(0)
     whole = ScheduledEmbeddingBagCollection(tables(), device=here())
-    sharder = ScheduledEmbeddingBagCollectionSharder()
-    planner = EmbeddingShardingPlanner(Topology(PROCESSES, here().type))
-    model = nn.ModuleDict({"bags": copy.deepcopy(whole)})
-    plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
-    dmp = DistributedModelParallel(model, device=here(), plan=plan, sharders=[sharder])
-    batches = batch((2, 3), 0, False)
-    got = dmp.module["bags"](batches[dist.get_rank()])
-    return {"pooled": apart(got.values(), whole(batches[-1]).values().split((2, 3))[dist.get_rank()])}
+    found, batches = planned_output(whole, ScheduledEmbeddingBagCollectionSharder(), 0), batch((2, 3), 0, False)
+    return {"pooled": apart(found.values(), whole(batches[-1]).values().split((2, 3))[dist.get_rank()])}
 
 
 def from_meta() -> dict[str, float]:

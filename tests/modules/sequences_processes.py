@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.sharding_plan import (
     column_wise,
     construct_module_sharding_plan,
@@ -25,7 +24,6 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
 from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -49,6 +47,8 @@ from tests.modules.sharding_processes import (
     gradients_apart,
     here,
     main,
+    piped_apart,
+    planned_output,
     refused,
     shards,
     states_apart,
@@ -284,42 +284,15 @@ class Model(nn.Module):
 
 
 def pipelined() -> dict[str, float]:
-    """TorchRec's pipeline, which sends a batch's ids before the one before has been looked up, against plain steps."""
-    sharder, losses = ScheduledEmbeddingCollectionSharder(), []
-    batches = [batch((2, 3), seed, False)[dist.get_rank()] for seed in range(4)]
-    for is_piped in (False, True):
-        torch.manual_seed(0)
-        model = Model(ScheduledEmbeddingCollection(tables(), here(), **SGD))
-        generators = {table.name: of for table, of in zip(tables(), MIXED, strict=True)}
-        plan = construct_module_sharding_plan(model.rows, generators, sharder, PROCESSES, PROCESSES, here().type)
-        dmp = DistributedModelParallel(model.to(here()), device=here(), plan=ShardingPlan({"rows": plan}), sharders=[sharder])
-        rest = torch.optim.SGD(dict(in_backward_optimizer_filter(dmp.named_parameters())).values(), lr=RATE)
-        scores = []
-        if is_piped:
-            pipeline, feed = TrainPipelineSparseDist(dmp, rest, here()), iter(batches)
-            scores = [pipeline.progress(feed) for _ in batches]
-        else:
-            for features in batches:
-                rest.zero_grad()
-                loss, found = dmp(features)
-                loss.backward()
-                rest.step()
-                scores.append(found)
-        losses.append(torch.cat(scores))
-    return {"scores": apart(*losses)}
+    sharder = ScheduledEmbeddingCollectionSharder()
+    return piped_apart(lambda: Model(ScheduledEmbeddingCollection(tables(), here(), **SGD)), "rows", tables(), MIXED, sharder)
 
 
 def planned() -> dict[str, float]:
-    """By TorchRec's planner."""
     torch.manual_seed(0)
     whole = ScheduledEmbeddingCollection(tables(), here())
-    sharder = ScheduledEmbeddingCollectionSharder()
-    model = nn.ModuleDict({"rows": copy.deepcopy(whole)})
-    plan = EmbeddingShardingPlanner(Topology(PROCESSES, here().type)).collective_plan(model, [sharder], dist.group.WORLD)
-    dmp = DistributedModelParallel(model, device=here(), plan=plan, sharders=[sharder])
-    batches = batch((2, 3), 0, False)
-    got = dmp.module["rows"](batches[dist.get_rank()])
-    return {"rows": rows_apart(dict(got.items()), own_rows(whole(batches[-1]), (2, 3), dist.get_rank()))}
+    found, batches = planned_output(whole, ScheduledEmbeddingCollectionSharder(), 0), batch((2, 3), 0, False)
+    return {"rows": rows_apart(dict(found.items()), own_rows(whole(batches[-1]), (2, 3), dist.get_rank()))}
 
 
 def from_meta() -> dict[str, float]:
@@ -385,7 +358,10 @@ def errors() -> dict[str, str]:
 def unsharded() -> str:
     """What a module with an optimizer says that nobody has sharded."""
     module = ScheduledEmbeddingCollection(tables(), here(), **SGD)
-    return refused(lambda: module(batch((2,), 0, False)[-1]))
+    told = refused(lambda: module(batch((2,), 0, False)[-1]))
+    # And so of a table that is scored against.
+    assert refused(lambda: module.scored(tables()[0].name)) == told
+    return told
 
 
 def cases(directory: Path) -> dict[str, Callable[[], Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import logging
@@ -9,7 +10,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,12 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.modules import embedding_bags_shards, table_storage
@@ -187,6 +194,48 @@ def count_calls() -> None:
         return operator(*arguments, **options)
 
     embedding_bags_shards.embedding_bags = counted
+
+
+def piped_apart(
+    made: Callable[[], nn.Module], path: str, configs: Sequence[BaseEmbeddingConfig], generators: Sequence[Any], sharder: Any
+) -> dict[str, float]:
+    """TorchRec's pipeline, which sends a batch's ids before the one before has been looked up, against plain steps.
+
+    Args:
+        made: a model as the pipeline wants it, with its collection at `path`.
+        configs: its tables.
+        generators: of each table's sharding.
+    """
+    scores, batches = [], [batch((2, 3), seed, False)[dist.get_rank()] for seed in range(4)]
+    for is_piped in (False, True):
+        torch.manual_seed(0)
+        model = made()
+        of_tables = {table.name: of for table, of in zip(configs, generators, strict=True)}
+        collection = model.get_submodule(path)
+        plan = construct_module_sharding_plan(collection, of_tables, sharder, PROCESSES, PROCESSES, here().type)
+        dmp = DistributedModelParallel(model.to(here()), device=here(), plan=ShardingPlan({path: plan}), sharders=[sharder])
+        rest = torch.optim.SGD(dict(in_backward_optimizer_filter(dmp.named_parameters())).values(), lr=RATE)
+        found = []
+        if is_piped:
+            pipeline, feed = TrainPipelineSparseDist(dmp, rest, here()), iter(batches)
+            found = [pipeline.progress(feed) for _ in batches]
+        else:
+            for features in batches:
+                rest.zero_grad()
+                loss, of_batch = dmp(features)
+                loss.backward()
+                rest.step()
+                found.append(of_batch)
+        scores.append(torch.cat(found))
+    return {"scores": apart(*scores)}
+
+
+def planned_output(whole: nn.Module, sharder: Any, seed: int) -> Any:
+    """What a collection gives for this process's samples, sharded by TorchRec's planner."""
+    model = nn.ModuleDict({"tables": copy.deepcopy(whole)})
+    plan = EmbeddingShardingPlanner(Topology(PROCESSES, here().type)).collective_plan(model, [sharder], dist.group.WORLD)
+    dmp = DistributedModelParallel(model, device=here(), plan=plan, sharders=[sharder])
+    return dmp.module["tables"](batch((2, 3), seed, False)[dist.get_rank()])
 
 
 def work(root: Path, cases: Cases, unsharded: Callable[[], str]) -> None:

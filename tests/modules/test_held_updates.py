@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torchrec.fx import Tracer
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -264,3 +265,68 @@ def test_what_is_refused(place: Place) -> None:
     assert model.items.scored("item") is model.items.embeddings["item"].weight
     with torch.no_grad():
         assert not Recommender("sgd", all_items()).items.scored("item").grad_fn
+
+
+def test_a_trace_that_would_keep_the_table_is_refused(place: Place) -> None:
+    """A traced model would score against the tensor of the moment. Without an optimizer it is a parameter, as any other."""
+    for kind in ("sgd", None):
+        model = Recommender(kind, all_items())
+        tracer = Tracer(leaf_modules=["ScheduledEmbeddingCollection"])
+        if kind is None:
+            traced = torch.fx.GraphModule(model, tracer.trace(model))
+            assert torch.equal(traced(*batch(0)), model(*batch(0)))
+            continue
+        with pytest.raises(RuntimeError) as caught:
+            tracer.trace(model)
+        assert str(caught.value) == (
+            "scored: a trace by torch.fx would keep the table as it is now; call it in a module that is a leaf of the trace"
+        )
+
+
+class Scorer(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.items = ScheduledEmbeddingCollection([config()], PLACE.device, **options(kind))
+
+    def forward(self, histories: KeyedJaggedTensor) -> Tensor:
+        return self.items(histories)["history"].values() @ self.items.scored("item").T
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_exported_scores_read_the_table_in_place(place: Place, with_gradients: bool) -> None:
+    """The program has the table once, as what its state dict says."""
+    model, (histories, _) = Scorer("adagrad").eval(), batch(0)
+    with torch.set_grad_enabled(with_gradients):
+        program = torch.export.export(model, (histories,), strict=False)
+    assert list(program.state_dict) == ["items.embeddings.item.weight"]
+    module, weight = program.module(), model.items.embeddings["item"].weight
+    torch.testing.assert_close(module(histories), model(histories), rtol=0, atol=0)
+    with torch.no_grad():
+        weight.add_(1)
+        other = copy.deepcopy(model.state_dict())
+        module.load_state_dict(other)
+    torch.testing.assert_close(module(histories), model(histories), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adam"])
+def test_given_back_tables_have_gradients(place: Place, kind: str) -> None:
+    """Held or not, and with nothing left of the optimizer; a new one begins anew."""
+    model = Recommender(kind, all_items())
+    HeldUpdates(model)
+    weight, before = model.items.embeddings["item"].weight, model.items.embeddings["item"].weight.detach().clone()
+    model(*batch(0)).backward()
+    model.items.stop_updating()
+    assert model.items.optimizers == []
+    assert model.items.scored("item") is weight
+    model(*batch(0)).backward()
+    assert torch.equal(weight, before)
+    plain = Recommender(None, all_items())
+    plain(*batch(0)).backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, plain.items.embeddings["item"].weight.grad)
+    weight.grad = None
+    model.items.update_in_backward("sgd", {"learning_rate": RATE})
+    model(*batch(0)).backward()
+    assert weight.grad is None
+    assert not torch.equal(weight, before)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from jagged.config import ConfigError, TrainerConfig
 from jagged.data import BatchLoader, split_leave_one_out
+from jagged.metrics import TrainCounts
 from jagged.models import NextItemTask, RankingModel, SASRec, Task, TaskOutput, TaskScores
 from jagged.models.pretrained import load_task, save_task
 from jagged.modules import (
@@ -25,7 +26,7 @@ from jagged.modules import (
     UniformSampler,
 )
 from jagged.modules.trained_tables import TrainedTables
-from jagged.training import TrainingError
+from jagged.training import Trainer, TrainingError
 from jagged.training.engine import Engine
 from jagged.training.processes import Processes, process_group
 from tests.models.shops import shop
@@ -71,7 +72,7 @@ def engines(monkeypatch: pytest.MonkeyPatch, processes: Processes, head: str, of
     """One that updates rows, and one whose tables have dense gradients."""
     by_rows = Engine(task_of(head), of, "32-true", processes)
     with monkeypatch.context() as patch:
-        patch.setattr("jagged.training.engine.update_tables_in_backward", lambda *_: {})
+        patch.setattr("jagged.training.engine.update_tables_in_backward", lambda *_: None)
         dense = Engine(task_of(head), of, "32-true", processes)
     assert is_by_rows(by_rows)
     assert not is_by_rows(dense)
@@ -145,7 +146,7 @@ def test_an_output_layer_leaves_the_table_to_lookups(processes: Processes, monke
         return NextItemTask(SASRec(96, embedding_dim=16, num_layers=1, max_seq_len=12, dropout=0.0, output=output))
 
     by_rows = Engine(task(), config("adagrad"), "32-true", processes)
-    monkeypatch.setattr("jagged.training.engine.update_tables_in_backward", lambda *_: {})
+    monkeypatch.setattr("jagged.training.engine.update_tables_in_backward", lambda *_: None)
     dense = Engine(task(), config("adagrad"), "32-true", processes)
     assert (is_by_rows(by_rows), is_by_rows(dense)) == (True, False)
     assert trained(by_rows) == pytest.approx(trained(dense), rel=1e-4)
@@ -218,7 +219,7 @@ def test_ranking_models(
         return Engine(model, config(kind, **options), "32-true", processes)
 
     by_rows = made()
-    monkeypatch.setattr("jagged.training.engine.update_tables_in_backward", lambda *_: {})
+    monkeypatch.setattr("jagged.training.engine.update_tables_in_backward", lambda *_: None)
     dense = made()
     tables = [part for part in by_rows.task.modules() if isinstance(part, TrainedTables)]
     assert all(part.optimizers for part in tables)
@@ -276,6 +277,43 @@ def test_a_gradient_by_another_way_is_refused(processes: Processes, monkeypatch:
         f"task: {TABLE} got a gradient beside those of lookups and heads, expected none where table_optimizer is adagrad; "
         "read it through its collection's scored(), or take adamw"
     )
+
+
+@pytest.mark.parametrize("kind", ["adagrad", "sparse-adamw"])
+def test_a_task_that_was_trained_is_anybodys(tmp_path: Path, kind: str) -> None:
+    """A loop of the user's own trains its table by gradients; another run begins as the first."""
+    split = split_leave_one_out(tiny_dataset())
+    model = SASRec(split.train.num_items, embedding_dim=16, num_layers=1, max_seq_len=12)
+    head = SampledCrossEntropyHead(UniformSampler(split.train.num_items, 4, rows_per_draw=None))
+    task = NextItemTask(model, head=head, train_counts=TrainCounts.from_part(split.train))
+    valid = BatchLoader(split.valid, batch_size=8, max_seq_len=12, shuffle=False, seed=0)
+    for run in ("first", "second"):
+        options: dict[str, Any] = {"output": str(tmp_path / run), "max_epochs": 1, "device": "cpu", "monitor": "ndcg@10"}
+        Trainer(task, config(kind, **options)).fit(loader(), valid, progress=False)
+        assert not head.sparse
+        table = task.get_parameter(TABLE)
+        before = table.detach().clone()
+        task.zero_grad()
+        task(next(iter(loader()))).loss.backward()
+        assert torch.equal(table, before)
+        assert table.grad is not None
+        torch.optim.SGD(task.parameters(), lr=0.1).step()
+        assert not torch.equal(table, before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_mixed_precision(processes: Processes, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A dense gradient is that of float32 master weights, too; a step's sums differ by the rounding of hidden states alone."""
+    of = config(kind, gradient_clip_norm=0.5)
+    by_rows = Engine(task_of(), of, "bf16-mixed", processes)
+    monkeypatch.setattr("jagged.training.engine.update_tables_in_backward", lambda *_: None)
+    dense, exact = (Engine(task_of(), of, precision, processes) for precision in ("bf16-mixed", "32-true"))
+    for engine in (by_rows, dense, exact):
+        trained(engine, 2)
+    found, expected, reference = (engine.task.get_parameter(TABLE).detach() for engine in (by_rows, dense, exact))
+    assert found.dtype == torch.float32
+    # The budget is the error of the dense way itself.
+    assert float((found - reference).norm()) <= 1.5 * float((expected - reference).norm())
 
 
 def test_frozen_tables(processes: Processes) -> None:
