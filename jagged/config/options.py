@@ -154,6 +154,14 @@ class GroupSparseItems(Rewired):
     grouping: Literal["frequency", "random"] = option("random", "which items share a group: about as frequent ones, or any")
 
 
+TableOptimizer = Literal[
+    "adamw", "adagrad", "rowwise-adagrad", "sgd", "sparse-adamw", "rowwise-adamw", "lamb", "rowwise-lamb"
+]  # fmt: skip
+_ADAGRADS, _ADAMS, _LAMBS = ("adagrad", "rowwise-adagrad"), ("sparse-adamw", "rowwise-adamw"), ("lamb", "rowwise-lamb")
+# The next bfloat16 number is a 256th away, so a mean that moves by less than a half of that a step never falls.
+_LARGEST_BFLOAT16_BETA = 0.99
+
+
 class LoopOptions(Section):
     """What `TrainerConfig` and a run's `training` have in common."""
 
@@ -163,16 +171,40 @@ class LoopOptions(Section):
         "constant", "learning rate after the warm-up: as it is, or down to 0 at the last of max_epochs"
     )
     warmup_steps: int = option(0, "steps of linear learning-rate warm-up", ge=0)
-    table_optimizer: Literal["adamw", "adagrad", "rowwise-adagrad", "sgd", "sparse-adamw", "rowwise-adamw"] = option(
+    table_optimizer: TableOptimizer = option(
         "adamw",
         "optimizer of embedding tables; all else has AdamW. But for adamw, a step changes only the rows that it reads or scores",
     )
     table_learning_rate: float | None = option(None, "peak rate of embedding tables; none for learning_rate", gt=0)
     table_weight_decay: float | None = option(
         None,
-        "weight decay of embedding tables of more than 100 rows; none for weight_decay",
-        when={"table_optimizer": ("adamw", "sparse-adamw", "rowwise-adamw")},
+        "decoupled weight decay of embedding tables, under adamw of those of more than 100 rows; "
+        "none for weight_decay, and for 0 under adagrad and rowwise-adagrad",
+        when={"table_optimizer": ("adamw", *_ADAMS, *_LAMBS, *_ADAGRADS)},
         ge=0,
+    )
+    table_beta2: float = option(
+        0.999,
+        "of embedding tables: how slowly their mean of squared gradients moves",
+        when={"table_optimizer": (*_ADAMS, *_LAMBS)},
+        ge=0,
+        lt=1,
+    )
+    table_decay_missed_steps: bool = option(
+        False,
+        "a row that steps did not read decays its moments and weights for each of them when it is read again",
+        when={"table_optimizer": _ADAMS},
+    )
+    table_max_norm: float | None = option(
+        None,
+        "longest row of embedding tables after its update; none for any",
+        when={"table_optimizer": (*_ADAMS, *_LAMBS, *_ADAGRADS, "sgd")},
+        gt=0,
+    )
+    table_states: Literal["float32", "bfloat16"] = option(
+        "float32",
+        "numbers of the optimizer's states of embedding tables; sums of adagrad in bfloat16 stop growing",
+        when={"table_optimizer": (*_ADAMS, *_LAMBS, *_ADAGRADS)},
     )
     gradient_clip_norm: float | None = option(1.0, "largest global gradient norm; none for no clipping", gt=0)
     accumulate: int = option(1, "batches whose gradients make one step", ge=1)
@@ -200,6 +232,16 @@ class LoopOptions(Section):
         gt=0,
     )
     tensorboard: bool = option(True, "write TensorBoard curves where tensorboard is installed")
+
+    def contradictions(self) -> Iterator[Problem]:
+        """A mean that is kept in bfloat16 moves."""
+        is_mean = self.table_states == "bfloat16" and self.table_optimizer in (*_ADAMS, *_LAMBS)
+        if is_mean and self.table_beta2 > _LARGEST_BFLOAT16_BETA:
+            yield Problem(
+                "table_beta2",
+                f"got {self.table_beta2}, expected at most {_LARGEST_BFLOAT16_BETA} with table_states bfloat16, in which a mean "
+                "that moves more slowly never falls",
+            )
 
 
 class RunOptions(Section):

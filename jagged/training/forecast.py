@@ -20,7 +20,7 @@ from jagged.modules import MixedSampler, SampledCrossEntropyHead
 from jagged.scoring import DEFAULT_MAX_BYTES
 from jagged.training.display import memory_in_use
 from jagged.training.graphs import graphs_serve
-from jagged.training.optimizer import updated_heads
+from jagged.training.optimizer import table_names, updated_heads
 from jagged.training.processes import Processes
 from jagged.training.table_updates import state_bytes, updates_rows
 
@@ -131,7 +131,7 @@ def forecast(
         scored = min(len(table), _scored_rows(task, most))
         gradients = sum(sizes) - table.nbytes + 3 * int(4 * table.shape[1] * (scored + most))
     if config.training.table_optimizer != "adamw":
-        states += state_bytes(config.training.table_optimizer, table) // world_size - 2 * (table.nbytes - others.nbytes)
+        states += state_bytes(config.training, table) // world_size - 2 * (table.nbytes - others.nbytes)
     catalogue = 4.0 * split.train.num_items * config.evaluation.eval_batch_size
     return Forecast(
         device=device.type,
@@ -167,13 +167,20 @@ def forecast_requests(
     probe = part.gather(range(min(_PROBE_SAMPLES, len(rows))), max_history=config.data.max_history, **config.data.drawing())
     probed = max(1, int(rows[: len(probe)].sum()))
     kept = _kept_bytes(task, probe.to(device), config.precision, device) / probed
+    tables = [table for name in table_names(task) if (table := task.get_parameter(name)).requires_grad]
+    gradients, states = sum(sizes), 2 * sum(sizes)
+    if config.training.table_optimizer != "adamw":
+        states += sum(state_bytes(config.training, table) - 2 * table.nbytes for table in tables)
+        if updates_rows(task, config.training, world_size):
+            # Of the rows that each event and candidate reads, as of those of a step above.
+            gradients += sum(3 * int(4 * table.shape[1] * min(most, len(table))) - table.nbytes for table in tables)
     return Forecast(
         device=device.type,
         present=memory_in_use(device),
         parameters=sum(sizes),
         elsewhere=0,
-        gradients=sum(sizes),
-        optimizer=2 * sum(sizes),
+        gradients=gradients,
+        optimizer=states,
         activations=int(1.6 * most * kept),
         checkpoint=0,
         evaluation=int(kept * tokens / samples * config.evaluation.eval_batch_size),

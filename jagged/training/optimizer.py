@@ -27,12 +27,14 @@ _STATES: dict[str, tuple[str, ...]] = {
     "adamw": ("step", "exp_avg", "exp_avg_sq"),
     "sparse-adamw": ("step", "exp_avg", "exp_avg_sq"),
     "rowwise-adamw": ("step", "exp_avg", "exp_avg_sq"),
+    "lamb": ("step", "exp_avg", "exp_avg_sq"),
+    "rowwise-lamb": ("step", "exp_avg", "exp_avg_sq"),
     "adagrad": ("step", "sum"),
     "rowwise-adagrad": ("step", "sum"),
     "sgd": (),
 }
 # What a collection that updates its tables in the backward pass calls them.
-_OF_COLLECTIONS = {"step": "step", "sum": "first", "exp_avg": "first", "exp_avg_sq": "second"}
+_OF_COLLECTIONS = {"step": "step", "sum": "first", "exp_avg": "first", "exp_avg_sq": "second", "last_step": "last"}
 _TABLES = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface, nn.Embedding, nn.EmbeddingBag)
 
 
@@ -83,7 +85,7 @@ class Optimizer:
 
     Weight decay is AdamW's, decoupled, and leaves out norms and biases (parameters of one dimension). Tables of more than
     100 rows have `table_weight_decay`, where that is given: few samples tell of each of their rows, and without more decay they
-    learn these by heart. Under another optimizer than AdamW tables have none. A rate is a function of the
+    learn these by heart. SGD has no decay of tables, and Adagrad only `table_weight_decay`. A rate is a function of the
     number of steps n alone: the peak times `min(1, (n + 1) / warmup_steps)`, and after the warm-up, with t from 0 to 1 over the
     steps that are left, times `1 - t` (linear) or `(1 + cos(pi t)) / 2` (cosine). The global gradient norm is clipped before each
     step.
@@ -284,11 +286,12 @@ class Optimizer:
     def _states_of_tables(self) -> dict[tuple[str, str], Tensor]:
         """Views of the states of tables that collections update, by what dense optimizers call them and by parameter."""
         found = {}
+        missed = ["last_step"] if self._config.table_decay_missed_steps else []
         for path, collection in self._collections.items():
             parameters = {id(parameter): name for name, parameter in collection.named_parameters()}
             for table, states in collection.optimizer_states().items():
                 name = f"{path}.{parameters[id(collection._modules_of_tables[table].weight)]}".removeprefix(".")
-                for key in _STATES[self._config.table_optimizer]:
+                for key in (*_STATES[self._config.table_optimizer], *missed):
                     state = states[_OF_COLLECTIONS[key]]
                     # A number a row is `[rows, 1]` there.
                     found[key, name] = state[:, None] if key == "sum" and state.dim() == 1 else state

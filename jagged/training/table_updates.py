@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from jagged.config import TrainerConfig
@@ -12,6 +13,7 @@ from jagged.models import NextItemTask, RankingModel, SASRec
 from jagged.modules import HeldUpdates, SampledCrossEntropyHead, replace_embeddings
 from jagged.modules.trained_tables import TrainedTables
 from jagged.ops import BagOptimizerKind
+from jagged.ops.embedding_bag.optimizers import STATES
 from jagged.training.errors import TrainingError
 from jagged.training.optimizer import table_names
 
@@ -24,19 +26,32 @@ KINDS: dict[str, BagOptimizerKind] = {
     "sgd": "sgd",
     "sparse-adamw": "adam",
     "rowwise-adamw": "rowwise_adam",
+    "lamb": "lamb",
+    "rowwise-lamb": "rowwise_lamb",
 }
 # Rows that share a draw from which a step's items are few beside those of the table.
 FEWEST_ROWS_PER_DRAW = 64
 #: Kinds that have no dense counterpart: rows that a batch does not name keep their moments and are not decayed.
-BY_ROWS_ALONE = ("sparse-adamw", "rowwise-adamw")
+BY_ROWS_ALONE = ("sparse-adamw", "rowwise-adamw", "lamb", "rowwise-lamb")
 
 
-def state_bytes(kind: str, table: Tensor) -> int:
-    """What an optimizer of tables keeps for one, by `table_optimizer`."""
-    of_elements, of_rows = {
-        "sgd": (0, 0), "adagrad": (1, 0), "rowwise-adagrad": (0, 1), "rowwise-adamw": (1, 1),
-    }.get(kind, (2, 0))  # fmt: skip
-    return 4 * (of_elements * table.numel() + of_rows * len(table))
+def state_bytes(config: LoopOptions, table: Tensor) -> int:
+    """What the optimizer of tables, another one than AdamW, keeps for one."""
+    lengths = {"": 0, "element": table.numel(), "row": len(table)}
+    size = 2 if config.table_states == "bfloat16" else 4
+    return (
+        sum(size * lengths[of] for of in STATES[KINDS[config.table_optimizer]]) + 8 * len(table) * config.table_decay_missed_steps
+    )
+
+
+def of_rows_alone(config: LoopOptions) -> str | None:
+    """The first option, if there is one, that only tables have which are updated row by row."""
+    if config.table_optimizer in BY_ROWS_ALONE:
+        return "table_optimizer"
+    if config.table_optimizer != "adamw" and config.table_weight_decay:
+        return "table_weight_decay"
+    given = {"table_max_norm": config.table_max_norm is not None, "table_states": config.table_states != "float32"}
+    return next((name for name, is_given in given.items() if is_given), None)
 
 
 def updates_rows(task: nn.Module, config: LoopOptions, world_size: int) -> bool:
@@ -48,7 +63,7 @@ def updates_rows(task: nn.Module, config: LoopOptions, world_size: int) -> bool:
     if config.table_optimizer not in KINDS or world_size > 1:
         return False
     if isinstance(task, NextItemTask) and isinstance(task.model, SASRec):
-        return config.table_optimizer in BY_ROWS_ALONE or task.head is None or _names_few_rows(task.head)
+        return of_rows_alone(config) is not None or task.head is None or _names_few_rows(task.head)
     return isinstance(task, RankingModel)
 
 
@@ -94,38 +109,48 @@ def update_tables_in_backward(task: nn.Module, config: TrainerConfig, world_size
 
     The task's collections are exchanged, with their parameters. AdamW moves every row in every step, and stays as it is; so do
     tables that several processes split or of which a head names most rows, frozen ones, and those of other models, whose forward
-    may use a table in any way. For adagrad, row-wise adagrad and SGD both ways come to the same weights.
+    may use a table in any way. For adagrad, row-wise adagrad and SGD both ways come to the same weights, so that only what has no
+    dense counterpart is refused there.
 
     Returns:
         RowUpdates: of the collections; None where all tables have dense gradients.
 
     Raises:
-        TrainingError: an optimizer of rows alone, and a task or a number of processes that has none.
+        TrainingError: an option of rows alone, and a task or a number of processes that has none.
     """
-    kind = KINDS.get(config.table_optimizer)
+    kind, option = KINDS.get(config.table_optimizer), of_rows_alone(config)
     if kind is None:
         return None
     if not updates_rows(task, config, world_size):
-        if config.table_optimizer in BY_ROWS_ALONE:
+        if option is not None:
             found = f"{world_size} processes" if updates_rows(task, config, 1) else f"a {type(task).__name__}"
             raise TrainingError(
-                f"table_optimizer: {config.table_optimizer} updates rows of SASRec's and RankingModel's tables in one process, "
-                f"got {found}; take adagrad, rowwise-adagrad, sgd or adamw"
+                f"{option}: {getattr(config, option)} updates rows of SASRec's and RankingModel's tables in one process, "
+                f"got {found}; {_cure(option)}"
             )
         return None
     if not all(task.get_parameter(name).requires_grad for name in table_names(task)):
-        if config.table_optimizer in BY_ROWS_ALONE:
+        if option is not None:
             raise TrainingError(
-                f"table_optimizer: {config.table_optimizer} updates tables that all learn, got some that are frozen; "
-                "take adagrad, rowwise-adagrad, sgd or adamw"
+                f"{option}: {getattr(config, option)} updates tables that all learn, got some that are frozen; {_cure(option)}"
             )
         return None
     return RowUpdates(task, kind, _options(config))
 
 
+def _cure(option: str) -> str:
+    return "take adagrad, rowwise-adagrad, sgd or adamw" if option == "table_optimizer" else "leave it out"
+
+
 def _options(config: TrainerConfig) -> dict[str, Any]:
-    rate = config.table_learning_rate or config.learning_rate
-    if config.table_optimizer not in BY_ROWS_ALONE:
-        return {"learning_rate": rate, "eps": _ADAGRAD_EPS}
-    decay = config.weight_decay if config.table_weight_decay is None else config.table_weight_decay
-    return {"learning_rate": rate, "weight_decay": decay}
+    options: dict[str, Any] = {
+        "learning_rate": config.table_learning_rate or config.learning_rate,
+        "max_norm": config.table_max_norm,
+        "state_dtype": getattr(torch, config.table_states),
+    }
+    if config.table_optimizer in BY_ROWS_ALONE:
+        decay = config.weight_decay if config.table_weight_decay is None else config.table_weight_decay
+        missed = {"decay_missed_steps": True} if config.table_decay_missed_steps else {}
+        return {**options, "weight_decay": decay, "betas": (0.9, config.table_beta2), **missed}
+    decays = {"weight_decay": config.table_weight_decay, "decoupled_weight_decay": True} if config.table_weight_decay else {}
+    return {**options, "eps": _ADAGRAD_EPS, **decays}
