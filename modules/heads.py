@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.jagged_module import JaggedModule
-from jagged.modules.sampling import Sampler
+from jagged.modules.sampling import NO_ITEM, Negatives, Sampler
+from jagged.modules.seeded import SeededModule
 from jagged.modules.split import RowSplit
 from jagged.modules.targets import next_item_targets
 from jagged.ops import (
@@ -19,9 +20,11 @@ from jagged.ops import (
     Loss,
     Positive,
     StrategyName,
+    drawn_negatives,
     linear_cross_entropy,
     sampled_linear_cross_entropy,
 )
+from jagged.ops.sampled_cross_entropy.checks import gbce_weight
 
 
 class HeadOutput(NamedTuple):
@@ -203,12 +206,16 @@ class SampledCrossEntropyHead(JaggedModule):
         positive, mask_hits, renormalise, gbce_t, filter_eps, sparse: as for `jagged.ops.sampled_linear_cross_entropy`.
         temperature: what logits are divided by, > 0.
         ignore_index: rows with this target have no loss, and are nobody's negatives.
+        split: where given, `weight` is this process's block of the item table's rows. The rows of all processes have the
+            negatives that they would have as one batch, in the order of the ranks, and each process fetches those items, once
+            each, that its own rows need. Loss and scores are of its rows, the gradient of the block is that of the sum of all
+            processes' losses. Every process must call, and call backward, with however few rows.
 
     Raises:
         ValueError: options that do not go together: see the operator. Where the batch decides how many negatives there are,
             gbce and `renormalise`, which need their number, are refused, and so is a correction by a sampler that knows no
             probabilities. `correction="auto"` refuses what needs a correction and cannot have one: bce and gbce, unless every
-            item is drawn as often, and a sampler that knows no probabilities.
+            item is drawn as often, and a sampler that knows no probabilities. A split head knows no `sparse` and no `exclude`.
 
     Shape:
         hidden: JaggedTensor with values `[sum L, D]`; weight: `[num_items, D]`; targets: `[sum L]`, int32 or int64, or a
@@ -245,6 +252,7 @@ class SampledCrossEntropyHead(JaggedModule):
         filter_eps: float | None = None,
         sparse: bool = False,
         ignore_index: int = -100,
+        split: RowSplit | None = None,
     ) -> None:
         super().__init__()
         if correction == "auto":
@@ -258,6 +266,21 @@ class SampledCrossEntropyHead(JaggedModule):
         self.positive: Positive = positive
         self.mask_hits, self.renormalise, self.gbce_t = mask_hits, renormalise, gbce_t
         self.temperature, self.filter_eps, self.sparse, self.ignore_index = temperature, filter_eps, sparse, ignore_index
+        self.split = split
+
+    @property
+    def split(self) -> RowSplit | None:
+        """Which rows of the item table this process holds; None for all."""
+        return self._split
+
+    @split.setter
+    def split(self, split: RowSplit | None) -> None:
+        if split is not None and self.sparse:
+            raise ValueError("sparse: a head whose items are split over processes does not know it; leave it out")
+        self._split = split
+        for part in self.sampler.modules():
+            if isinstance(part, SeededModule):
+                part.group = None if split is None else split.group
 
     def forward(
         self,
@@ -269,31 +292,93 @@ class SampledCrossEntropyHead(JaggedModule):
     ) -> HeadOutput:
         """Return the mean loss over the rows that count (0 where none does) and the targets' scores."""
         values, targets = hidden.values(), targets_of(targets, self.ignore_index)
-        if self.sampler.num_items is not None and self.sampler.num_items != len(weight):
-            raise ValueError(f"weight: expected {self.sampler.num_items} items, as the sampler has, got {len(weight)}")
+        num_items = len(weight) if self._split is None else self._split.num_rows
+        if self.sampler.num_items is not None and self.sampler.num_items != num_items:
+            raise ValueError(f"weight: expected {self.sampler.num_items} items, as the sampler has, got {num_items}")
+        if self._split is not None:
+            if exclude is not None:
+                raise ValueError("exclude: a head whose items are split over processes knows none; leave it out")
+            return self._forward_split(self._split, values, weight, targets)
         negatives = self.sampler(targets, ignore_index=self.ignore_index)
-        loss = sampled_linear_cross_entropy(
+        number = _number_of(negatives.negatives)
+        loss = self._loss(values, weight, targets, negatives, number, self.loss, exclude=exclude, sparse=self.sparse)
+        return HeadOutput(loss, target_logits(values, weight, targets, self.ignore_index) / self.temperature)
+
+    def _loss(
+        self,
+        values: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        negatives: Negatives,
+        number: int | Tensor,
+        loss: Loss,
+        ignore_index: int | None = None,
+        **options: Any,
+    ) -> Tensor:
+        found: Tensor = sampled_linear_cross_entropy(
             values,
             weight,
             targets,
             negatives.negatives,
             negative_log_q=None if self.correction == "none" else negatives.negative_log_q,
             target_log_q=negatives.target_log_q if self.correction == "both" else None,
-            exclude=exclude,
-            loss=self.loss,
+            loss=loss,
             correction=self.correction,
             positive=self.positive,
             mask_hits=self.mask_hits,
             renormalise=self.renormalise,
             gbce_t=self.gbce_t,
             scale=1 / self.temperature,
-            ignore_index=self.ignore_index,
+            ignore_index=self.ignore_index if ignore_index is None else ignore_index,
             filter_eps=self.filter_eps,
-            sparse=self.sparse,
+            **options,
         )
-        if self.loss in ("bce", "gbce"):
-            loss = loss / (1 + _number_of(negatives.negatives))
-        return HeadOutput(loss, target_logits(values, weight, targets, self.ignore_index) / self.temperature)
+        return found / (1 + number) if loss in ("bce", "gbce") else found
+
+    def _forward_split(self, split: RowSplit, values: Tensor, weight: Tensor, targets: Tensor) -> HeadOutput:
+        counts = split.counts(len(targets))
+        everyones = split.gather(targets, counts)
+        own = slice(sum(counts[: split.rank]), sum(counts[: split.rank + 1]))
+        drawn = self.sampler(everyones, ignore_index=self.ignore_index)
+        negatives, number = _of_rows(drawn, everyones, own, split.num_rows), _number_of(drawn.negatives)
+        ids = negatives.negatives
+        assert isinstance(ids, Tensor)
+        counted = targets != self.ignore_index
+        nowhere = counted & ((targets < 0) | (targets >= split.num_rows))
+        is_target = counted & ~nowhere
+        # One more, so that there is one.
+        wanted = torch.cat([targets.masked_fill(~is_target, 0), ids.clamp(min=0).flatten(), ids.new_zeros(1)]).to(torch.int64)
+        items, places = wanted.unique(return_inverse=True)
+        rows = split.look_up(weight, items)
+        # By their places among the items that were fetched. Of no table is -1 a row.
+        targets = places[: len(targets)].masked_fill(~is_target, NO_ITEM)
+        there = places[len(targets) : -1].view_as(ids).masked_fill(ids < 0, NO_ITEM)
+        negatives = negatives._replace(negatives=there)
+        as_bce: Loss = "bce" if self.loss == "gbce" else self.loss
+        loss = self._loss(values, rows, targets, negatives, number, as_bce, ignore_index=NO_ITEM)
+        if self.loss == "gbce":
+            # The operator would count the items that were fetched for the catalogue.
+            more = gbce_weight(ids.shape[-1], split.num_rows, self.gbce_t) - 1
+            dtype = torch.promote_types(values.dtype, torch.float32)
+            scores = (values.to(dtype) * rows[targets.clamp(min=0)]).sum(1) / self.temperature
+            positives = nn.functional.softplus(-scores).masked_fill(~is_target, 0).sum() / is_target.sum().clamp(min=1)
+            loss = loss + more * positives / (1 + number)
+        logits = target_logits(values, rows, targets, NO_ITEM) / self.temperature
+        return HeadOutput(loss.masked_fill(nowhere.any(), torch.nan), logits.masked_fill(nowhere, torch.nan))
+
+
+def _of_rows(negatives: Negatives, targets: Tensor, rows: slice, num_items: int) -> Negatives:
+    """Return ids, with their probabilities, of some rows of those that negatives are for."""
+    draw, target_log_q = negatives.negatives, negatives.target_log_q
+    if isinstance(draw, Tensor):
+        return negatives._replace(target_log_q=None if target_log_q is None else target_log_q[rows])
+    ids = drawn_negatives(draw, len(targets), num_items)
+    if draw.rows_per_draw is None:
+        ids = ids[0]
+    else:
+        ids = ids[torch.arange(rows.start, rows.stop, device=ids.device) // draw.rows_per_draw]
+    own = targets[rows].clamp(0, num_items - 1)
+    return Negatives(ids, draw.log_probability(ids, num_items), draw.log_probability(own, num_items))
 
 
 def _number_of(negatives: Draw | Tensor) -> int | Tensor:

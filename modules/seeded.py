@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from jagged.modules.jagged_module import JaggedModule
@@ -17,9 +18,13 @@ class SeededModule(JaggedModule):
     Args:
         seed: of every draw in evaluation.
         device: where the seed lives and draws are made.
+
+    Attributes:
+        group: of processes that draw alike, by the first one's seed; each of them must call. None: alone.
     """
 
     seed: Tensor
+    group: dist.ProcessGroup | None = None
 
     def __init__(self, seed: int, device: torch.device | str | None) -> None:
         super().__init__()
@@ -34,4 +39,7 @@ class SeededModule(JaggedModule):
         """Return the seed `[1]`, int64, of one draw."""
         if not self.training:
             return self.seed
-        return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=self.seed.device)
+        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=self.seed.device)
+        if self.group is not None:
+            dist.broadcast(seed, group=self.group, group_src=0)
+        return seed

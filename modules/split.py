@@ -72,6 +72,27 @@ class RowSplit:
         parts = _Exchange.apply(values, counts, [count] * self.world_size, self.group)  # type: ignore[no-untyped-call]
         return parts.view(self.world_size, count, *values.shape[1:])
 
+    def look_up(self, block: Tensor, ids: Tensor) -> Tensor:
+        """The table's rows `[n, D]` of ids `[n]`, from whoever holds them; differentiable.
+
+        The gradient of a block is that of the sum of all processes' losses, summed in a fixed order. Ids outside the table give
+        zeros.
+
+        Args:
+            block: `[rows of this process, D]`.
+            ids: this process's.
+        """
+        counts = self.counts(len(ids))
+        local = self.gather(ids, counts) - self.block().start
+        if len(block):
+            outside = (local < 0) | (local >= len(block))
+            # Ids of other processes are spread over the rows: on one row alone, the backward would add all their zeros up.
+            rows = nn.functional.embedding(local % len(block), block).masked_fill_(outside[:, None], 0)
+        else:
+            # The gradient still has to be an empty one, and not None.
+            rows = block.sum(0).expand(len(local), -1)
+        return self.scatter(rows, counts).sum(0)
+
     def whole(self, block: Tensor) -> Tensor:
         """The table `[num_rows, *F]`, on every process's device, from all blocks."""
         table = block.new_empty(self.num_rows, *block.shape[1:])
@@ -165,7 +186,7 @@ class SplitEmbeddingCollection(JaggedModule):
         found = {}
         for name in self._config.feature_names:
             feature = features[name]
-            found[name] = with_values(feature, self._look_up(feature.values()))
+            found[name] = with_values(feature, self.split.look_up(self._weight, feature.values()).float())
         return found
 
     def whole(self) -> EmbeddingCollection:
@@ -182,16 +203,3 @@ class SplitEmbeddingCollection(JaggedModule):
     @property
     def _weight(self) -> Tensor:
         return self.embeddings[self._config.name].weight  # type: ignore[return-value]
-
-    def _look_up(self, ids: Tensor) -> Tensor:
-        weight, split = self._weight, self.split
-        counts = split.counts(len(ids))
-        local = split.gather(ids, counts) - split.block().start
-        if len(weight):
-            outside = (local < 0) | (local >= len(weight))
-            # Ids of other processes are spread over the rows: on one row alone, the backward would add all their zeros up.
-            rows = nn.functional.embedding(local % len(weight), weight).masked_fill_(outside[:, None], 0)
-        else:
-            # The gradient still has to be an empty one, and not None.
-            rows = weight.sum(0).expand(len(local), -1)
-        return split.scatter(rows.float(), counts).sum(0)

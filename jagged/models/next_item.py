@@ -14,7 +14,7 @@ from jagged.metrics import DEFAULT_KS, Figures, TrainCounts
 from jagged.models.heads import Head
 from jagged.models.sasrec import SASRec
 from jagged.models.task import TaskOutput, TaskScores
-from jagged.modules import CutCrossEntropyHead, GroupSparseHead, SplitEmbeddingCollection
+from jagged.modules import CutCrossEntropyHead, GroupSparseHead, SampledCrossEntropyHead, SplitEmbeddingCollection
 from jagged.ops import validate_ids, values_are_trusted
 
 
@@ -113,12 +113,12 @@ class NextItemTask(nn.Module):
             group, host_group: as for `jagged.modules.RowSplit`.
 
         Raises:
-            ValueError: a head of some items only, whose rows any process may hold.
+            ValueError: a head that does not know tables that are split.
         """
-        if self.head is not None and not isinstance(self.head, CutCrossEntropyHead):
+        if self.head is not None and not isinstance(self.head, CutCrossEntropyHead | SampledCrossEntropyHead):
             raise ValueError(
-                f"head: expected a CutCrossEntropyHead, the only one for several processes, got {type(self.head).__name__}; "
-                "take one process, or that head"
+                "head: expected a CutCrossEntropyHead or SampledCrossEntropyHead, the ones for several processes, got "
+                f"{type(self.head).__name__}; take one process, or one of those"
             )
         table = SplitEmbeddingCollection(self.model.item_embeddings, group, host_group)
         self.model.item_embeddings = table

@@ -92,8 +92,8 @@ def train(
         if not isinstance(dataset, SequenceDataset):
             dataset = _read(config, dataset, progress and processes.is_first)
         split = _split(config, dataset)
-        if config.head.type not in ("cross-entropy", "group-sparse") and processes.world_size > 1:
-            raise TrainingError(f"head: {config.head.type} trains in one process; start one, or take head=cross-entropy")
+        if config.head.type == "scalable" and processes.world_size > 1:
+            raise TrainingError("head: scalable trains in one process; start one, or take head=cross-entropy or head=sampled")
         torch.manual_seed(config.seed)
         train_counts = TrainCounts.from_part(split.train)
         model = _model(config, train_counts, processes.device)

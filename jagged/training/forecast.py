@@ -47,7 +47,8 @@ class Forecast:
         optimizer: AdamW's two moments, and what tables have by `table_optimizer`.
         activations: of a step of the most tokens: 1.6 times what it keeps for its backward, measured on a probe of this model;
             the rest is for what the backward itself needs, and for gaps between freed blocks. With several processes also all
-            processes' hidden states at the head, their gradients, and these once more while they are exchanged.
+            processes' hidden states at the head, their gradients, and these once more while they are exchanged; and the items
+            that a sampled head fetches.
         checkpoint: on the CPU, what the first process holds for a checkpoint; of several processes whole item tables: weights,
             moments, the best.
         evaluation: the bound on scores while evaluating, and with several processes a whole item table.
@@ -132,6 +133,9 @@ def forecast(
         gradients = sum(sizes) - table.nbytes + 3 * int(4 * table.shape[1] * (scored + most))
     if config.training.table_optimizer != "adamw":
         states += state_bytes(config.training, table) // world_size - 2 * (table.nbytes - others.nbytes)
+    scored = min(len(table), _scored_rows(task, most)) if isinstance(task.head, SampledCrossEntropyHead) else 0
+    # Items that a split head fetches: those of every process, sent and received, and their gradients.
+    fetched = 4 * 4 * table.shape[1] * world_size * scored if world_size > 1 else 0
     catalogue = 4.0 * split.train.num_items * config.evaluation.eval_batch_size
     return Forecast(
         device=device.type,
@@ -140,7 +144,7 @@ def forecast(
         elsewhere=others.nbytes,
         gradients=gradients,
         optimizer=states,
-        activations=int(most * (1.6 * _bytes_per_token(config, split, task, precision, device) + exchanged)),
+        activations=int(most * (1.6 * _bytes_per_token(config, split, task, precision, device) + exchanged) + fetched),
         checkpoint=4 * whole_table if writes else 0,
         evaluation=int(min(DEFAULT_MAX_BYTES, 4 * catalogue)) + whole_table,
         graphs=graphs,

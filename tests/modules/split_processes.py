@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,17 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from jagged.modules import CutCrossEntropyHead, RowSplit, SplitEmbeddingCollection
+from jagged.modules import (
+    CutCrossEntropyHead,
+    InBatchSampler,
+    LogUniformSampler,
+    MixedSampler,
+    PopularitySampler,
+    RowSplit,
+    SampledCrossEntropyHead,
+    SplitEmbeddingCollection,
+    UniformSampler,
+)
 from tests.processes import fork
 
 PROCESSES, DIM = 3, 5
@@ -63,6 +74,75 @@ def head_differences(items: int, smoothing: float, ignore_index: int) -> dict[st
     }
 
 
+def samplers(items: int) -> dict[str, Any]:
+    counts = torch.arange(items) % 5 + 1
+    return {
+        "uniform": UniformSampler(items, 6, seed=3),
+        "uniform, blocks of rows": UniformSampler(items, 6, rows_per_draw=4, seed=3),
+        "uniform, without replacement": UniformSampler(items, min(6, items), replacement=False, seed=3),
+        "log-uniform, one draw": LogUniformSampler(items, 6, rows_per_draw=None, seed=3),
+        "popularity": PopularitySampler(counts, 6, seed=3),
+        "in-batch": InBatchSampler(counts),
+        "mixed": MixedSampler(InBatchSampler(counts), UniformSampler(items, 6, rows_per_draw=None, seed=3)),
+    }
+
+
+# Of each loss also what it alone has.
+SAMPLED: dict[str, dict[str, Any]] = {
+    "softmax": {"correction": "both", "temperature": 0.5},
+    "refined": {"correction": "negatives"},
+    "bce": {"correction": "none", "mask_hits": False},
+    "gbce": {"correction": "none"},
+}
+
+
+def sampled_differences(items: int, sampler: str, loss: Any, options: dict[str, Any], ignore_index: int) -> dict[str, float]:
+    """Of all processes' rows as one batch; each process's loss counts by its rows."""
+    generator = torch.Generator().manual_seed(items)
+    weight = torch.randn(items, DIM, dtype=torch.float64, generator=generator)
+    hidden = torch.randn(sum(COUNTS), DIM, dtype=torch.float64, generator=generator)
+    targets = torch.randint(items, (sum(COUNTS),), generator=generator)
+    targets[::4] = ignore_index
+    unsplit, split = (
+        SampledCrossEntropyHead(samplers(items)[sampler], loss=loss, ignore_index=ignore_index, **options).eval()
+        for _ in range(2)
+    )
+    whole, states = weight.clone().requires_grad_(), hidden.clone().requires_grad_()
+    expected = unsplit(jagged(states), whole, targets)
+    counted = targets != ignore_index
+    (expected.loss * counted.sum()).backward()
+
+    rank = dist.get_rank()
+    split.split = rows = RowSplit(items, dist.group.WORLD, dist.group.WORLD)
+    block, mine = weight[rows.block()].clone().requires_grad_(), own(hidden, rank).clone().requires_grad_()
+    found = split(jagged(mine), block, own(targets, rank))
+    part = found.loss * own(counted, rank).sum()
+    part.backward()
+    total = part.detach().clone()
+    dist.all_reduce(total)
+    return {
+        "loss": largest(total, expected.loss.detach() * counted.sum()),
+        "logits": largest(found.logits, own(expected.logits, rank)),
+        "hidden": largest(mine.grad, own(states.grad, rank)),
+        "weight": largest(block.grad, whole.grad[rows.block()]),
+    }
+
+
+def drawn_alike() -> dict[str, float]:
+    """In training, where each process's random numbers are its own, all draw by the first one's seed."""
+    torch.manual_seed(dist.get_rank())
+    items, drawn = 50, UniformSampler(50, 6, rows_per_draw=None)
+    head = SampledCrossEntropyHead(MixedSampler(InBatchSampler(torch.ones(items)), drawn))
+    head.split = RowSplit(items, dist.group.WORLD, dist.group.WORLD)
+    seeds = [torch.empty(1, dtype=torch.int64) for _ in range(PROCESSES)]
+    dist.all_gather(seeds, drawn.next_seed())
+    again = drawn.next_seed()
+    head.split = None
+    alone = [torch.empty(1, dtype=torch.int64) for _ in range(PROCESSES)]
+    dist.all_gather(alone, drawn.next_seed())
+    return {"seeds": len(set(map(int, seeds))), "alone": len(set(map(int, alone))), "steps": float(again == seeds[0])}
+
+
 def lookup_differences(items: int) -> dict[str, float]:
     """Of the rows found and of their gradient, integers, so that the order of sums does not matter."""
     generator = torch.Generator().manual_seed(items)
@@ -100,8 +180,12 @@ def target_nowhere() -> dict[str, float]:
     rows = RowSplit(7, dist.group.WORLD, dist.group.WORLD)
     head = CutCrossEntropyHead(split=rows)
     targets = torch.tensor([1, 7 if rank == 1 else 6])
-    loss = head(jagged(torch.ones(2, DIM)), torch.ones(7, DIM)[rows.block()], targets).loss
-    return {"loss": float(bool(loss.isnan()) != (rank == 1))}
+    sampled = SampledCrossEntropyHead(UniformSampler(7, 2), split=rows)
+    found = [of(jagged(torch.ones(2, DIM)), torch.ones(7, DIM)[rows.block()], targets) for of in (head, sampled)]
+    return {
+        "loss": float(any(bool(of.loss.isnan()) != (rank == 1) for of in found)),
+        "logits": float(any(of.logits.isnan().tolist() != [False, rank == 1] for of in found)),
+    }
 
 
 def main() -> None:
@@ -116,6 +200,16 @@ def main() -> None:
             for smoothing in (0.0, 0.2)
             for ignored in (-100, 0)
         }
+        found |= {
+            f"{sampler} and {loss} of {items} items, ignoring {ignored}": sampled_differences(
+                items, sampler, loss, options, ignored
+            )
+            for items, ignored in ((40, -100), (4, 0))
+            for sampler in samplers(items)
+            for loss, options in SAMPLED.items()
+            if loss != "gbce" or sampler not in ("in-batch", "mixed")
+        }
+        found["drawn alike"] = drawn_alike()
         found |= {f"lookup of {items} items": lookup_differences(items) for items in (17, 7, 4, 1)}
         found["target nowhere"] = target_nowhere()
         (root / str(dist.get_rank())).write_text(json.dumps(found))

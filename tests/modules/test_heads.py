@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -354,7 +355,8 @@ def test_what_cannot_rank_items_so_is_refused() -> None:
 
 @pytest.mark.usefixtures("place")
 def test_messages() -> None:
-    in_batch, split = InBatchSampler(), cast(RowSplit, object())
+    in_batch = InBatchSampler()
+    split, of_six = cast(RowSplit, SimpleNamespace(group=None)), cast(RowSplit, SimpleNamespace(group=None, num_rows=6))
     items = JaggedTensor(values=torch.zeros(3, 2), offsets=torch.tensor([0, 3]))
     ids = JaggedTensor(values=torch.zeros(3, dtype=torch.int64), offsets=torch.tensor([0, 3]))
     hidden = JaggedTensor(values=torch.zeros(3, DIM), offsets=torch.tensor([0, 3]))
@@ -373,6 +375,16 @@ def test_messages() -> None:
         (lambda: CutCrossEntropyHead(softcap=3.0, split=split), "softcap: a head whose items are split over processes"),
         (lambda: CutCrossEntropyHead(class_weight=torch.ones(3), split=split), "class_weight: a head whose items are split"),
         (lambda: CutCrossEntropyHead(split=split)(hidden, torch.zeros(6, DIM), ids, bias=torch.zeros(6)), "bias: a head whose"),
+        (
+            lambda: SampledCrossEntropyHead(UniformSampler(5, 2), sparse=True, split=split),
+            "sparse: a head whose items are split over processes does not know it; leave it out",
+        ),
+        (
+            lambda: SampledCrossEntropyHead(UniformSampler(6, 2), split=of_six)(
+                hidden, torch.zeros(6, DIM), ids, exclude=(ids.values(), torch.tensor([0, 1, 2, 3]))
+            ),
+            "exclude: a head whose items are split over processes knows none; leave it out",
+        ),
         (lambda: next_item_targets(items), r"items: expected ids \[sum L\]"),
         (lambda: next_item_targets(ids, torch.zeros(2)), r"next_items: expected shape \[1\], an item per sample, got \[2\]"),
         (lambda: ItemMasking(9)(items), r"items: expected ids \[sum L\]"),

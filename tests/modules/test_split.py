@@ -10,6 +10,7 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from jagged.modules import SplitEmbeddingCollection
+from tests.modules.split_processes import PROCESSES
 from tests.places import PLACE
 from tests.processes import told_by
 
@@ -21,6 +22,17 @@ HEADS = [
 ]
 LOOKUPS = [f"lookup of {items} items" for items in (17, 7, 4, 1)]
 
+SAMPLED = [
+    f"{sampler} and {loss} of {items} items, ignoring {ignored}"
+    for items, ignored in ((40, -100), (4, 0))
+    for sampler in (
+        "uniform", "uniform, blocks of rows", "uniform, without replacement", "log-uniform, one draw", "popularity", "in-batch",
+        "mixed",
+    )
+    for loss in ("softmax", "refined", "bce", "gbce")
+    if loss != "gbce" or sampler not in ("in-batch", "mixed")
+]  # fmt: skip
+
 pytestmark = pytest.mark.skipif(PLACE.name != "cpu", reason="processes on the CPU, whatever the place")
 
 
@@ -28,7 +40,7 @@ pytestmark = pytest.mark.skipif(PLACE.name != "cpu", reason="processes on the CP
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """By process."""
     result: list[dict[str, Any]] = told_by("tests.modules.split_processes", tmp_path_factory.mktemp("split"))
-    assert all(process.keys() == {*HEADS, *LOOKUPS, "target nowhere"} for process in result)
+    assert all(process.keys() == {*HEADS, *SAMPLED, *LOOKUPS, "target nowhere", "drawn alike"} for process in result)
     return result
 
 
@@ -39,6 +51,17 @@ def test_split_head_is_the_unsplit_one(found: list[dict[str, Any]], case: str) -
         assert all(difference < 1e-13 for difference in process[case].values()), process[case]
 
 
+@pytest.mark.parametrize("case", SAMPLED)
+def test_a_split_sampled_head_is_the_unsplit_one(found: list[dict[str, Any]], case: str) -> None:
+    for process in found:
+        # float64, but for the logarithms of probabilities, float32 where ids are given.
+        assert all(difference < 1e-5 for difference in process[case].values()), process[case]
+
+
+def test_processes_draw_alike(found: list[dict[str, Any]]) -> None:
+    assert [process["drawn alike"] for process in found] == [{"seeds": 1, "alone": PROCESSES, "steps": 0.0}] * PROCESSES
+
+
 @pytest.mark.parametrize("case", LOOKUPS)
 def test_split_lookup_is_the_unsplit_one(found: list[dict[str, Any]], case: str) -> None:
     for process in found:
@@ -46,7 +69,7 @@ def test_split_lookup_is_the_unsplit_one(found: list[dict[str, Any]], case: str)
 
 
 def test_a_target_outside_the_catalogue_makes_its_process_s_loss_nan(found: list[dict[str, Any]]) -> None:
-    assert [process["target nowhere"]["loss"] for process in found] == [0.0, 0.0, 0.0]
+    assert [process["target nowhere"] for process in found] == [{"loss": 0.0, "logits": 0.0}] * PROCESSES
 
 
 def test_only_one_table_is_split() -> None:

@@ -157,18 +157,23 @@ def test_a_checkpoint_without_the_seed_is_refused() -> None:
             engine.load_state_tensors(state, 0)
 
 
-def test_sampled_heads_train_in_one_process(dataset: SequenceDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scalable_heads_train_in_one_process(dataset: SequenceDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def two(device: torch.device) -> Iterator[Any]:
         with process_group(device) as processes:
             yield dataclasses.replace(processes, world_size=2)
 
     monkeypatch.setattr(training, "process_group", two)
-    with pytest.raises(TrainingError, match="head: sampled trains in one process; start one, or take head=cross-entropy"):
-        run(tmp_path, dataset, head="sampled")
+    with pytest.raises(TrainingError) as caught:
+        run(tmp_path, dataset, head="scalable")
+    assert str(caught.value) == "head: scalable trains in one process; start one, or take head=cross-entropy or head=sampled"
     model = build("sasrec", num_items=5, embedding_dim=8)
-    task = NextItemTask(model, head=SampledCrossEntropyHead(UniformSampler(5, 2)))
-    with pytest.raises(ValueError, match=r"head: expected a CutCrossEntropyHead, .* got SampledCrossEntropyHead"):
+    task = NextItemTask(model, head=ScalableCrossEntropyHead(2, 2, 2))
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 - the whole message follows
         task.split(None, None)  # type: ignore[arg-type]
+    assert str(refused.value) == (
+        "head: expected a CutCrossEntropyHead or SampledCrossEntropyHead, the ones for several processes, got "
+        "ScalableCrossEntropyHead; take one process, or one of those"
+    )
     with pytest.raises(ValueError, match=r"label_smoothing: got 0\.1 and a head"):
         NextItemTask(model, label_smoothing=0.1, head=task.head)

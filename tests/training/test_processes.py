@@ -23,7 +23,12 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("case", ["plain", "smoothed", "empty block", "empty batch", "checkpoint", "output layer"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "plain", "smoothed", "empty block", "drawn items", "in-batch items", "empty batch", "checkpoint", "output layer",
+    ],
+)  # fmt: skip
 def test_weights_after_four_steps_agree_with_one_process(result: dict[str, Any], case: str) -> None:
     # float64 but for the looked up rows, which are float32. Some gradients are zero but for the order of sums, some 1e-16 (the
     # attention's key biases, which a softmax does not see); AdamW divides them by its eps of 1e-8 and steps by a rate of 1e-2.
@@ -44,9 +49,11 @@ def test_checkpoints_have_the_same_tensors_whatever_the_number_of_processes(resu
 def test_a_whole_run_on_two_processes(result: dict[str, Any]) -> None:
     assert result["resumed"]
     assert result["output resumed"]
+    assert result["sampled resumed"]
     assert result["steps"][0] == result["expected_steps"]
-    two, one = result["losses"]
-    assert two == pytest.approx(one, rel=1e-3)
+    for losses in ("losses", "sampled losses"):
+        two, one = result[losses]
+        assert two == pytest.approx(one, rel=1e-3), losses
 
 
 def test_a_group_is_taken_down_by_who_made_it() -> None:

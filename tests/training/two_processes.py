@@ -18,7 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from jagged.config import TrainerConfig
 from jagged.data import BatchLoader, SequenceBatch, split_leave_one_out
 from jagged.models import NextItemTask, build
-from jagged.modules import GroupSparseHead
+from jagged.modules import GroupSparseHead, InBatchSampler, SampledCrossEntropyHead, UniformSampler
 from jagged.training.checkpoint import load_checkpoint, save_checkpoint
 from jagged.training.engine import Engine
 from jagged.training.processes import Processes, process_group
@@ -40,10 +40,24 @@ class Case(NamedTuple):
     smoothing: float = 0.0
     processes: int = 2
     has_output: bool = False
+    sampler: str = ""
+
+    def head(self) -> SampledCrossEntropyHead | None:
+        """One that needs no logarithms of probabilities, which are float32."""
+        if not self.sampler:
+            return None
+        made = InBatchSampler() if self.sampler == "in-batch" else UniformSampler(self.items, 4)
+        return SampledCrossEntropyHead(made, correction="none", loss="softmax" if self.sampler == "in-batch" else "gbce")
 
 
 OUTPUT = Case(has_output=True)
-CASES = {"plain": Case(), "smoothed": Case(smoothing=0.2), "empty block": Case(items=4, smoothing=0.1, processes=3)}
+CASES = {
+    "plain": Case(),
+    "smoothed": Case(smoothing=0.2),
+    "empty block": Case(items=4, smoothing=0.1, processes=3),
+    "drawn items": Case(sampler="uniform"),
+    "in-batch items": Case(items=4, processes=3, sampler="in-batch"),
+}
 
 
 def share(items: int, rank: int, world_size: int, empty_last: bool = False) -> Iterator[SequenceBatch]:
@@ -74,7 +88,9 @@ def started(case: Case, processes: Processes, dtype: torch.dtype = torch.float64
         counts = torch.arange(case.items)
         output = GroupSparseHead(SIZES["embedding_dim"], counts, case.items, fan_in=4, group_size=5, head=3, loss="softmax")
     model = build("sasrec", num_items=case.items, output=output, **SIZES).to(processes.device, dtype)
-    return Engine(NextItemTask(model, label_smoothing=case.smoothing), CONFIG, "32-true", processes)
+    head = case.head()
+    task = NextItemTask(model, label_smoothing=case.smoothing) if head is None else NextItemTask(model, head=head)
+    return Engine(task, CONFIG, "32-true", processes)
 
 
 def take_steps(engine: Engine, case: Case, first: int = 0, last: int = STEPS, empty_last: bool = False) -> None:
@@ -162,10 +178,12 @@ def main() -> None:
 
     for name, case in CASES.items():
         alone(keep(f"{name} one", case))
-        alone(lambda _, name=name, case=case: torch.save(twin_weights(case), root / f"{name} twin"))  # type: ignore[misc]
+        twin = {} if case.sampler else {"twin": f"{name} twin"}
+        if twin:
+            alone(lambda _, name=name, case=case: torch.save(twin_weights(case), root / f"{name} twin"))  # type: ignore[misc]
         parallel(root, name, keep(f"{name} split", case), case.processes)
         one = load(f"{name} one.0")
-        found = {"twin": f"{name} twin", **{str(rank): f"{name} split.{rank}" for rank in range(case.processes)}}
+        found = {**twin, **{str(rank): f"{name} split.{rank}" for rank in range(case.processes)}}
         result["distances"][name] = {other: distance(one, load(file)) for other, file in found.items()}
     alone(keep("output one", OUTPUT))
     for name, empty_last in (("output split", False), ("output empty", True)):
@@ -216,6 +234,13 @@ def main() -> None:
     parallel(root, "half", whole(root / "half", max_epochs=1))
     parallel(root, "half again", whole(root / "half"))
     alone(lambda _: run(root / "single", dataset, dropout=0.0, batch_size=8) and None)
+    sampled = {**options, "head": "sampled", "sampler": "mixed", "num_negatives": 8}
+    parallel(root, "sampled", lambda _: run(root / "sampled", dataset, **sampled) and None)
+    parallel(root, "sampled half", lambda _: run(root / "sampled half", dataset, max_epochs=1, **sampled) and None)
+    parallel(root, "sampled again", lambda _: run(root / "sampled half", dataset, resume=True, **sampled) and None)
+    alone(lambda _: run(root / "sampled one", dataset, **{**sampled, "batch_size": 8}) and None)
+    result["sampled resumed"] = outcome(root / "sampled") == outcome(root / "sampled half")
+    result["sampled losses"] = [[row["loss"] for row in outcome(root / name)["history"]] for name in ("sampled", "sampled one")]
     # An output layer's inputs change alike in all.
     options |= {"head": "group-sparse", "fan_in": 4, "group_size": 8, "rewire_every": 2, "rewire_until": 1.0}
     parallel(root, "output whole", whole(root / "output"))
