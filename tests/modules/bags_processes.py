@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,8 @@ ONE = {
     "row-wise": [row_wise()] * 5,
     "data-parallel": [data_parallel()] * 5,
 }
+# In whose batches keys have batch sizes of their own.
+ALL = tuple(range(PROCESSES))
 MIXED = [row_wise(), column_wise(ranks=[1, 0]), data_parallel(), row_wise(), table_wise(rank=1)]
 ON_ONE = [table_wise(rank=1)] * 5
 
@@ -105,8 +107,12 @@ def training(
     two_types: bool = False,
     width: int = 16,
     reduce_scatter: bool = False,
+    varied: Sequence[tuple[int, ...]] = ((),),
 ) -> dict[str, float]:
-    """Steps of the sharded module beside those of the unsharded one, which gets the processes' batches as one."""
+    """Steps of the sharded module beside those of the unsharded one, which gets the processes' batches as one.
+
+    `varied` has for steps, which take turns, the processes in whose batches keys have batch sizes of their own.
+    """
     configs = functools.partial(tables, SUM if weighted else MEAN, DataType.FP16 if two_types else DataType.FP32, width)
     rule = {"learning_rate": RATE, **({} if optimizer in (None, "sgd") else {"eps": 1e-3})}
     options: dict[str, Any] = {"optimizer": optimizer, "optimizer_options": None if optimizer is None else rule}
@@ -131,7 +137,7 @@ def training(
     if reduce_scatter:
         bags._output_dists = [sharding.create_output_dist(here()) for sharding in bags._embedding_shardings]
     for step, sizes in enumerate([(2, 2), (3, 3)] if reduce_scatter else SIZES):
-        batches = batch(sizes, step, weighted, 0 if step == EMPTY else 4)
+        batches = batch(sizes, step, weighted, 0 if step == EMPTY else 4, varied[step % len(varied)])
         CALLS.clear()
         got, wanted = bags(batches[rank]), whole(batches[-1])
         launches = len(CALLS)
@@ -260,10 +266,10 @@ class Model(nn.Module):
         return scores.square().mean(), scores.detach()
 
 
-def pipelined() -> dict[str, float]:
+def pipelined(varied: tuple[int, ...] = ()) -> dict[str, float]:
     sharder = ScheduledEmbeddingBagCollectionSharder()
     return piped_apart(
-        lambda: Model(ScheduledEmbeddingBagCollection(tables(), device=here(), **SGD)), "bags", tables(), MIXED, sharder
+        lambda: Model(ScheduledEmbeddingBagCollection(tables(), device=here(), **SGD)), "bags", tables(), MIXED, sharder, varied
     )
 
 
@@ -338,9 +344,21 @@ def cases(directory: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         by_row = () if name in ("column-wise", "mixed") else BY_ROW
         for optimizer in (None, "adagrad") if is_few else (*BY_ELEMENT, *by_row):
             made[f"{name}, {optimizer}"] = functools.partial(training, plan, optimizer)
+        for optimizer in (None, "adagrad") if is_few else BY_ELEMENT:
+            made[f"{name}, sizes of features, {optimizer}"] = functools.partial(training, plan, optimizer, varied=[ALL])
         if name == "mixed" or not is_few:
+            made[f"{name}, sizes of features, weighted"] = functools.partial(
+                training, plan, "adagrad", weighted=True, varied=[ALL]
+            )
+            made[f"{name}, sizes of features, two types"] = functools.partial(
+                training, plan, "sgd", two_types=True, varied=[ALL]
+            )
             made[f"{name}, weighted"] = functools.partial(training, plan, "adagrad", weighted=True)
             made[f"{name}, two types"] = functools.partial(training, plan, "sgd", two_types=True)
+    for name, varied in {"of one process first": [(1,), (0,), (), ALL], "later": [(), ALL, (0,)]}.items():
+        for optimizer in (None, "adagrad"):
+            made[f"sizes of features, {name}, {optimizer}"] = functools.partial(training, MIXED, optimizer, varied=varied)
+    made["sizes of features, pipelined"] = functools.partial(pipelined, ALL)
     for optimizer in ("adagrad", "adam"):
         made[f"checkpoint, {optimizer}"] = functools.partial(checkpoint, optimizer, directory)
     others = (several_shards_in_one, column_rows, reduce_scattered, pipelined, state_dicts, planned, from_meta, output, errors)
