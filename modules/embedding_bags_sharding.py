@@ -94,12 +94,10 @@ class _ToRows(BaseSparseFeaturesDist):  # type: ignore[misc]
         if lengths.numel():
             return self._rows(features)
         keys = features.keys() * self._rows._world_size
-        sizes = torch.zeros(len(keys), 1, dtype=torch.int64) if features.variable_stride_per_key() else None
-        stride = 0 if sizes is None else None
-        nothing = KeyedJaggedTensor(
-            keys, features.values(), features.weights_or_none(), lengths=lengths, stride=stride, stride_per_key_per_rank=sizes
-        )
-        return self._rows._dist(nothing)
+        sizes: dict[str, Any] = {"stride": 0}
+        if features.variable_stride_per_key():
+            sizes = {"stride_per_key_per_rank": [[0]] * len(keys)}
+        return self._rows._dist(KeyedJaggedTensor(keys, features.values(), features.weights_or_none(), lengths, **sizes))
 
 
 class _OwnBags(BaseEmbeddingDist):  # type: ignore[misc]
@@ -290,7 +288,7 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
             features.values(),
             features.weights_or_none(),
             features.lengths(),
-            stride_per_key_per_rank=torch.tensor(list(sizes.values()))[:, None],
+            stride_per_key_per_rank=[[size] for size in sizes.values()],
             length_per_key=features.length_per_key_or_none(),
             # Of these keys in this order always, for TorchRec looks at those of the first batch alone.
             inverse_indices=(self._features, of_features),
@@ -389,6 +387,8 @@ class ScheduledEmbeddingBagCollectionSharder(TablesSharder, EmbeddingBagCollecti
       column shard are those of its own columns, so that updates differ from the unsharded module's.
     * Data-parallel tables are copies. Without an optimizer their gradients are averaged; with one each process looks up the ids
       of all, so that all copies are updated alike.
+    * The first batch says whether keys are exchanged with batch sizes of their own: if they have them in any process. All
+      processes run it together. Later batches of the other kind give the same, at more cost.
 
     Args:
         qcomm_codecs_registry: how TorchRec compresses what it sends.
@@ -396,12 +396,13 @@ class ScheduledEmbeddingBagCollectionSharder(TablesSharder, EmbeddingBagCollecti
     Raises:
         ValueError: when a collection is sharded, another sharding type or compute kernel, frozen tables, an optimizer of
             `apply_optimizer_in_backward`, or several column shards in one process of several widths or of no multiple of 16. In
-            forward, keys that are missing or not those of the first batch in their order, no weights, or batches of several
-            sizes in one KeyedJaggedTensor.
+            forward, before anything is sent, keys that are missing or not those of the first batch in their order, no weights,
+            batches of several sizes without inverse indices, inverse indices that a feature does not have, another number of
+            lengths than the sum of the sizes, and on a CPU wrong inverse indices.
 
     Shape:
-        As `ScheduledEmbeddingBagCollection`, for the samples of each process, which can be none. The weights of ids get no
-        gradient.
+        As `ScheduledEmbeddingBagCollection`, for the samples of each process, which can be none; with a batch size for each key
+        `[B, sum of the features' widths]`, of `[keys, B]` inverse indices. The weights of ids get no gradient.
 
     Example:
         >>> import torch.distributed as dist

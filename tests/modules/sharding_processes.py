@@ -203,7 +203,8 @@ def refused(call: Callable[[], object]) -> str:
     return "nothing"
 
 
-CALLS: list[None] = []
+# The batch sizes of each call, if features have their own.
+CALLS: list[Sequence[int] | None] = []
 
 
 def count_calls() -> None:
@@ -211,7 +212,7 @@ def count_calls() -> None:
     operator = embedding_bags_shards.embedding_bags
 
     def counted(*arguments: Any, **options: Any) -> Tensor:
-        CALLS.append(None)
+        CALLS.append(options.get("batch_sizes"))
         return operator(*arguments, **options)
 
     embedding_bags_shards.embedding_bags = counted
