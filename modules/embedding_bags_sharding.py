@@ -274,9 +274,9 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
             self._is_varied = bool(found)
         if not own and not self._is_varied:
             return features, None
-        sizes = dict(zip(features.keys(), features.stride_per_key(), strict=True))
+        sizes = features.stride_per_key()
         if (inverse := features.inverse_indices_or_none()) is None:
-            samples = torch.arange(sizes[self._features[0]], device=features.device())
+            samples = torch.arange(sizes[features.keys().index(self._features[0])], device=features.device())
             of_features = samples.expand(len(self._features), -1)
         else:
             of_features = reorder_inverse_indices(inverse, self._features)
@@ -288,7 +288,7 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
             features.values(),
             features.weights_or_none(),
             features.lengths(),
-            stride_per_key_per_rank=[[size] for size in sizes.values()],
+            stride_per_key_per_rank=[[size] for size in sizes],
             length_per_key=features.length_per_key_or_none(),
             # Of these keys in this order always, for TorchRec looks at those of the first batch alone.
             inverse_indices=(self._features, of_features),
