@@ -58,6 +58,9 @@ from jagged.modules.table_sharding import (
     make_copies_alike,
 )
 
+# Kinds of a process's first batch; the largest of all processes' counts.
+_PLAIN, _VARIED, _REFUSED = range(3)
+
 
 class _CopiedSharding(DpPooledEmbeddingSharding):  # type: ignore[misc]
     """Copies of tables with a fused optimizer: each process looks up the ids of all, so that all update alike."""
@@ -244,7 +247,13 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
     def input_dist(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """Send ids to the processes that have their rows."""
         features = maybe_td_to_kjt(features, None)
-        self._check(features)
+        try:
+            self._check(features)
+        except ValueError:
+            if self._is_varied is None:
+                # The others ask what this process has.
+                self._of_all(_REFUSED)
+            raise
         features, rows = self._as_exchanged(features)
         if any(self._undivided):
             of_keys = dict(zip(features.keys(), features.lengths().clamp(min=1).split(features.stride_per_key()), strict=True))
@@ -269,9 +278,10 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
         """
         own = _has_own_sizes(features)
         if self._is_varied is None:
-            found = torch.tensor(int(own), device=self._device)
-            dist.all_reduce(found, dist.ReduceOp.MAX, self._env.process_group)
-            self._is_varied = bool(found)
+            found = self._of_all(_VARIED if own else _PLAIN)
+            if found == _REFUSED:
+                raise ValueError("features: another process refused its first batch; the error there says why")
+            self._is_varied = found == _VARIED
         if not own and not self._is_varied:
             return features, None
         sizes = features.stride_per_key()
@@ -294,6 +304,12 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
             inverse_indices=(self._features, of_features),
         )
         return varied, rows
+
+    def _of_all(self, kind: int) -> int:
+        """The largest of the processes' kinds of a batch."""
+        found = torch.tensor(kind, device=self._device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, self._env.process_group)
+        return int(found)
 
     def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
         """Send pooled embeddings back."""
@@ -398,7 +414,7 @@ class ScheduledEmbeddingBagCollectionSharder(TablesSharder, EmbeddingBagCollecti
             `apply_optimizer_in_backward`, or several column shards in one process of several widths or of no multiple of 16. In
             forward, before anything is sent, keys that are missing or not those of the first batch in their order, no weights,
             batches of several sizes without inverse indices, inverse indices that a feature does not have, another number of
-            lengths than the sum of the sizes, and on a CPU wrong inverse indices.
+            lengths than the sum of the sizes, and on a CPU wrong inverse indices; a first batch that another process refuses.
 
     Shape:
         As `ScheduledEmbeddingBagCollection`, for the samples of each process, which can be none; with a batch size for each key

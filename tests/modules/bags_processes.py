@@ -362,6 +362,8 @@ def errors() -> dict[str, str]:
         "uneven": refused(lambda: bags(ragged(sizes=[[2]] * 4 + [[3]], inverse_indices=(list(KEYS), rows)))),
         "widths": refused(lambda: sharded(made(tables()), [column_wise(ranks=[0, 0]), *MIXED[1:]])),
     }
+    # One process alone; the next batch goes well.
+    found["elsewhere"] = refused(lambda: bags(ragged() if dist.get_rank() else features))
     bags(features)
     found["other order"] = refused(lambda: bags(KeyedJaggedTensor(list(KEYS[::-1]), values[:0], lengths=lengths * 0)))
     return found

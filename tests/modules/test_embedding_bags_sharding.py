@@ -112,6 +112,13 @@ def test_wrong_input_is_refused_in_every_process(found: list[dict[str, Any]], ca
         assert message in process["errors"][case]
 
 
+def test_a_first_batch_that_one_process_refuses_ends_in_all(found: list[dict[str, Any]]) -> None:
+    """Or they would wait for it."""
+    messages = [process["errors"]["elsewhere"] for process in found]
+    assert messages[0] == "features: another process refused its first batch; the error there says why"
+    assert messages[1].startswith("features: expected inverse_indices where keys have batches of several sizes, got none")
+
+
 def test_wrong_inverse_indices_are_refused_on_a_cpu(on_cpu: list[dict[str, Any]]) -> None:
     """On a GPU that would wait for it."""
     message = "features: expected inverse_indices from 0 on and below 2, the batch size of key 'a', got 2 in sample 0"
