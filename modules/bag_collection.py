@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar, cast
@@ -180,13 +180,7 @@ class BagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
                 rows.append(values.split(widths, 1))
         ordered = [rows[part][place] for part, place in self._places]
         inverse = features.inverse_indices_or_none()
-        if (inverse is None or not inverse[1].numel()) and len({sizes[name] for name in names}) > 1:
-            raise ValueError(
-                "features: expected inverse_indices where keys have batches of several sizes, got none; without them their rows "
-                "do not stand side by side"
-            )
-        if inverse is not None:
-            _refuse_wrong_inverse(*inverse, {name: sizes[name] for name in names})
+        refuse_wrong_inverse(features, names, is_needed=inverse is None or not inverse[1].numel())
         return process_pooled_embeddings(ordered, reorder_inverse_indices(inverse, names))
 
     def follow(self, plan: BagPlan | str | os.PathLike[str] | None) -> None:
@@ -285,7 +279,7 @@ def _selected(lookups: Lookups, order: list[int], features: KeyedJaggedTensor) -
     `KeyedJaggedTensor.permute` gives weights no right gradient where keys repeat or have batches of their own, and always has to
     know the lengths per key.
     """
-    _refuse_uneven(features)
+    refuse_uneven(features)
     ids, offsets, weights, sizes = lookups
     num_keys, chosen = len(features.keys()), tuple(order)
     if sizes is None:
@@ -298,6 +292,12 @@ def _selected(lookups: Lookups, order: list[int], features: KeyedJaggedTensor) -
     is_permutation = len(order) == num_keys == len(set(order))
     lengths = None if is_permutation else lengths_per_key(features)
     total = ids.shape[0] if lengths is None else max(0, sum(lengths[key] for key in order))
+    return bags_of(Lookups(ids, offsets, weights, sizes), bags, total)
+
+
+def bags_of(lookups: Lookups, bags: Tensor, total: int) -> Lookups:
+    """Return the lookups of some bags, in their order, which are `total` ids."""
+    ids, offsets, weights, sizes = lookups
     new_offsets = torch.cat([offsets.new_zeros(1), offsets.diff()[bags].cumsum(0, dtype=offsets.dtype)])
     # Whatever wrong offsets say, nothing is read or written outside.
     shift = (offsets[:-1][bags] - new_offsets[:-1])[sample_of_row(new_offsets, total)]
@@ -311,12 +311,12 @@ def lengths_per_key(features: KeyedJaggedTensor) -> list[int]:
     Raises:
         ValueError: a wrong number of lengths.
     """
-    _refuse_uneven(features)
+    refuse_uneven(features)
     # Of no samples a KeyedJaggedTensor that has offsets alone cannot tell.
     return [0] * len(features.keys()) if features.offsets().shape[0] == 1 else features.length_per_key()
 
 
-def _refuse_uneven(features: KeyedJaggedTensor) -> None:
+def refuse_uneven(features: KeyedJaggedTensor) -> None:
     """Refuse lengths, or weights of ids, of another number than the batch has of them."""
     if torch.compiler.is_compiling():
         return
@@ -336,7 +336,7 @@ def refuse_malformed(features: KeyedJaggedTensor) -> None:
     Raises:
         ValueError: for the first one.
     """
-    _refuse_uneven(features)
+    refuse_uneven(features)
     keys, ends, num_ids = features.keys(), features.offsets().tolist(), features.values().shape[0]
     if ends[0] != 0:
         raise ValueError(f"features: expected offsets from 0 on, got {ends[0]} for key {keys[0]!r}") from None
@@ -379,8 +379,22 @@ def refuse_unknown_ids(features: KeyedJaggedTensor, tables: Sequence[BaseEmbeddi
                 ) from None
 
 
-def _refuse_wrong_inverse(keys: list[str], inverse: Tensor, sizes: Mapping[str, int]) -> None:
-    """Refuse inverse indices that a feature does not have, and on a CPU those of rows that it does not have."""
+def refuse_wrong_inverse(features: KeyedJaggedTensor, names: Sequence[str], *, is_needed: bool) -> None:
+    """Refuse a batch of several sizes where inverse indices are needed, and wrong ones; on a CPU also those of rows that are not.
+
+    Raises:
+        ValueError: for the first one.
+    """
+    of_keys = dict(zip(features.keys(), features.stride_per_key(), strict=True))
+    sizes = {name: of_keys[name] for name in names}
+    if is_needed and len(set(sizes.values())) > 1:
+        raise ValueError(
+            "features: expected inverse_indices where keys have batches of several sizes, got none; without them their rows "
+            "do not stand side by side"
+        )
+    if features.inverse_indices_or_none() is None:
+        return
+    keys, inverse = features.inverse_indices()
     places = {key: place for place, key in enumerate(keys)}
     if missing := [name for name in sizes if name not in places]:
         raise ValueError(f"features: expected inverse_indices for every feature of the tables, got none for {', '.join(missing)}")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import operator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionContext,
     EmbeddingBagCollectionSharder,
     ShardedEmbeddingBagCollection,
+    VariableBatchEmbeddingBagCollectionAwaitable,
 )
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
@@ -28,6 +32,7 @@ from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 from torchrec.distributed.types import (
     Awaitable,
     LazyAwaitable,
+    LazyGetItemMixin,
     NoWait,
     ParameterSharding,
     QuantizedCommCodecs,
@@ -35,10 +40,11 @@ from torchrec.distributed.types import (
     ShardingEnv,
 )
 from torchrec.modules.embedding_configs import PoolingType
+from torchrec.modules.embedding_modules import reorder_inverse_indices
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from jagged.modules.bag_collection import on_device
+from jagged.modules.bag_collection import Lookups, bags_of, on_device, refuse_uneven, refuse_wrong_inverse
 from jagged.modules.embedding_bags import ScheduledEmbeddingBagCollection
 from jagged.modules.embedding_bags_shards import ShardLookup, optimizers_of
 from jagged.modules.table_sharding import (
@@ -52,6 +58,9 @@ from jagged.modules.table_sharding import (
     make_copies_alike,
 )
 
+# Kinds of a process's first batch; the largest of all processes' counts.
+_PLAIN, _VARIED, _REFUSED = range(3)
+
 
 class _CopiedSharding(DpPooledEmbeddingSharding):  # type: ignore[misc]
     """Copies of tables with a fused optimizer: each process looks up the ids of all, so that all update alike."""
@@ -60,7 +69,7 @@ class _CopiedSharding(DpPooledEmbeddingSharding):  # type: ignore[misc]
         return _ToAll(self._env.process_group, len(self.feature_names()), self._device)
 
     def create_output_dist(self, device: torch.device | None = None) -> _OwnBags:
-        return _OwnBags(self._env.process_group)
+        return _OwnBags(self._env.process_group, self.embedding_dims())
 
 
 class _ToAll(BaseSparseFeaturesDist):  # type: ignore[misc]
@@ -88,19 +97,26 @@ class _ToRows(BaseSparseFeaturesDist):  # type: ignore[misc]
         if lengths.numel():
             return self._rows(features)
         keys = features.keys() * self._rows._world_size
-        nothing = KeyedJaggedTensor(keys, features.values(), features.weights_or_none(), lengths=lengths, stride=0)
-        return self._rows._dist(nothing)
+        sizes: dict[str, Any] = {"stride": 0}
+        if features.variable_stride_per_key():
+            sizes = {"stride_per_key_per_rank": [[0]] * len(keys)}
+        return self._rows._dist(KeyedJaggedTensor(keys, features.values(), features.weights_or_none(), lengths, **sizes))
 
 
 class _OwnBags(BaseEmbeddingDist):  # type: ignore[misc]
     """Of the bags of all processes those of this one; its gradients go to all."""
 
-    def __init__(self, pg: dist.ProcessGroup) -> None:
+    def __init__(self, pg: dist.ProcessGroup, widths: list[int]) -> None:
         super().__init__()
-        self._pg = pg
+        self._pg, self._widths = pg, widths
 
     def forward(self, pooled: Tensor, sharding_ctx: EmbeddingShardingContext) -> Awaitable[Tensor]:
-        return NoWait(_OwnRows.apply(pooled, sharding_ctx.batch_size_per_rank, self._pg))  # type: ignore[no-untyped-call]
+        sizes = sharding_ctx.batch_size_per_rank
+        if sharding_ctx.variable_batch_per_feature:
+            # Flat, process after process.
+            of_processes = sharding_ctx.batch_size_per_rank_per_feature
+            sizes = [sum(map(operator.mul, of_features, self._widths)) for of_features in of_processes]
+        return NoWait(_OwnRows.apply(pooled, sizes, self._pg))  # type: ignore[no-untyped-call]
 
 
 class _OwnRows(torch.autograd.Function):
@@ -113,11 +129,25 @@ class _OwnRows(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         count, sizes = len(ctx.sizes), ctx.sizes
-        everyones = grad.new_empty(sum(sizes), grad.shape[1])
+        everyones = grad.new_empty(sum(sizes), *grad.shape[1:])
         # The mean of the processes' losses, as DistributedDataParallel has it.
-        copies = (grad / count).repeat(count, 1)
+        copies = torch.cat([grad / count] * count)
         dist.all_to_all_single(everyones, copies, sizes, [len(grad)] * count, group=ctx.pg)
         return everyones, None, None
+
+
+class _NoSamples(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):  # type: ignore[misc]
+    """The pooled embeddings of no samples, from rows of batches of several sizes, which FBGEMM's kernel does not select."""
+
+    def __init__(self, rows: VariableBatchEmbeddingBagCollectionAwaitable) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def _wait_impl(self) -> KeyedTensor:
+        widths = self._rows._embedding_dims
+        # Of the rows, so that the backward pass sends what other processes wait for.
+        values = torch.cat([rows.wait() for rows in self._rows._awaitables])[:0].view(0, sum(widths))
+        return KeyedTensor(self._rows._embedding_names, widths, values)
 
 
 class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # type: ignore[misc]
@@ -141,6 +171,9 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
         self._output = module._embedding_names, module._widths, module._output_dtype
         plan = self.module_sharding_plan
         self._keys: list[str] | None = None
+        self._features = list(dict.fromkeys(name for table in self._embedding_bag_configs for name in table.feature_names))
+        # Whether features have batch sizes of their own where they are exchanged; unknown before the first batch.
+        self._is_varied: bool | None = None
         # For each feature of the output, if it is a mean that is a sum until all its rows have come together, its key.
         self._undivided = [
             feature if table.pooling == PoolingType.MEAN and plan[table.name].sharding_type == ROW_WISE else None
@@ -182,7 +215,7 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
         super()._create_output_dist()
         for place, (sharding, sharding_type) in enumerate(zip(self._embedding_shardings, self._sharding_types, strict=True)):
             if sharding_type == ROW_WISE and dist.get_backend(sharding._pg) != "nccl":
-                self._output_dists[place] = _exchanged_sums(sharding, self._device)
+                self._output_dists[place] = _ExchangedSums(sharding, self._device)
         if self._is_fused:
             # Until states are made: TorchRec 1.6 would now wrap the lookups of copies, as `init_data_parallel` does later ones'.
             self._kept_shardings: list[Any] = self._embedding_shardings
@@ -214,18 +247,69 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
     def input_dist(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """Send ids to the processes that have their rows."""
         features = maybe_td_to_kjt(features, None)
-        self._check(features)
+        try:
+            self._check(features)
+        except ValueError:
+            if self._is_varied is None:
+                # The others ask what this process has.
+                self._of_all(_REFUSED)
+            raise
+        features, rows = self._as_exchanged(features)
         if any(self._undivided):
-            lengths = features.lengths().view(len(features.keys()), -1).clamp(min=1)
-            ones = torch.ones_like(lengths[0])
-            of_keys = dict(zip(features.keys(), lengths, strict=True))
-            ctx.divisor = torch.stack([ones if key is None else of_keys[key] for key in self._undivided], 1)
+            of_keys = dict(zip(features.keys(), features.lengths().clamp(min=1).split(features.stride_per_key()), strict=True))
+            divisors = {name: of_keys[name] if rows is None else of_keys[name][rows[name]] for name in self._features}
+            ones = torch.ones_like(divisors[self._features[0]])
+            ctx.divisor = torch.stack([ones if key is None else divisors[key] for key in self._undivided], 1)
         return super().input_dist(ctx, features)
 
     def _check(self, features: KeyedJaggedTensor) -> None:
         self._keys = checked_keys(features, self._embedding_bag_configs, self._keys)
         if self._is_weighted and features.weights_or_none() is None:
             raise ValueError("features: expected weights, as is_weighted says, got none; give KeyedJaggedTensor weights")
+        if _has_own_sizes(features):
+            refuse_uneven(features)
+            # Rows without samples are no fault: this process may have none where others do.
+            refuse_wrong_inverse(features, self._features, is_needed=features.inverse_indices_or_none() is None)
+
+    def _as_exchanged(self, features: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, dict[str, Tensor] | None]:
+        """A batch as all processes exchange theirs, and, where features have batch sizes of their own, each sample's rows.
+
+        No process knows what the others' batches are like, and to ask costs an exchange; so they ask once, of the first batch.
+        """
+        own = _has_own_sizes(features)
+        if self._is_varied is None:
+            found = self._of_all(_VARIED if own else _PLAIN)
+            if found == _REFUSED:
+                raise ValueError("features: another process refused its first batch; the error there says why")
+            self._is_varied = found == _VARIED
+        if not own and not self._is_varied:
+            return features, None
+        sizes = features.stride_per_key()
+        if (inverse := features.inverse_indices_or_none()) is None:
+            samples = torch.arange(sizes[features.keys().index(self._features[0])], device=features.device())
+            of_features = samples.expand(len(self._features), -1)
+        else:
+            of_features = reorder_inverse_indices(inverse, self._features)
+        rows = dict(zip(self._features, of_features, strict=True))
+        if not self._is_varied:
+            return _of_samples(features, rows), None
+        varied = KeyedJaggedTensor(
+            features.keys(),
+            features.values(),
+            features.weights_or_none(),
+            features.lengths(),
+            stride_per_key_per_rank=[[size] for size in sizes],
+            length_per_key=features.length_per_key_or_none(),
+            # Of these keys in this order always, for TorchRec looks at those of the first batch alone.
+            inverse_indices=(self._features, of_features),
+        )
+        return varied, rows
+
+    def _of_all(self, kind: int) -> int:
+        """The largest of the processes' kinds of a batch."""
+        found = torch.tensor(kind, device=self._device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, self._env.process_group)
+        return int(found)
 
     def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
         """Send pooled embeddings back."""
@@ -240,6 +324,8 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
     ) -> LazyAwaitable[KeyedTensor]:
         """The features in the order of the tables, means divided."""
         names, widths, dtype = self._output
+        if ctx.variable_batch_per_feature and not ctx.inverse_indices[1].numel():
+            awaitable = _NoSamples(awaitable)
 
         def finished(pooled: KeyedTensor) -> KeyedTensor:
             values = pooled.values()
@@ -260,16 +346,49 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
         return ScheduledEmbeddingBagCollection
 
 
-def _exchanged_sums(sharding: EmbeddingSharding, device: torch.device) -> TwPooledEmbeddingDist:
+def _has_own_sizes(features: KeyedJaggedTensor) -> bool:
+    """Whether the rows of features are other ones than the samples."""
+    return features.variable_stride_per_key() or features.inverse_indices_or_none() is not None
+
+
+def _of_samples(features: KeyedJaggedTensor, rows: dict[str, Tensor]) -> KeyedJaggedTensor:
+    """The bags of each sample, those that samples share several times; none of keys that no table reads."""
+    keys, firsts = features.keys(), accumulate(features.stride_per_key(), initial=0)
+    of_keys = {key: first + rows[key] for key, first in zip(keys, firsts, strict=False) if key in rows}
+    bags = torch.cat(list(of_keys.values()))
+    lengths = features.lengths()[bags]
+    lookups = Lookups(features.values(), features.offsets(), features.weights_or_none(), None)
+    ids, _, weights, _ = bags_of(lookups, bags, int(lengths.sum()))
+    of_samples = dict(zip(of_keys, lengths.view(len(of_keys), -1), strict=True))
+    none = torch.zeros_like(of_samples[next(iter(of_keys))])
+    lengths = torch.cat([of_samples.get(key, none) for key in keys])
+    return KeyedJaggedTensor(keys, ids, weights, lengths, stride=len(none))
+
+
+class _ExchangedSums(TwPooledEmbeddingDist):  # type: ignore[misc]
     """Sums of the processes' parts where there is no reduce-scatter of batches of several sizes, as with gloo."""
-    processes, dims = sharding._world_size, sharding.embedding_dims()
 
-    def added(parts: Tensor) -> Tensor:
-        return parts.view(len(parts), processes, sum(dims)).sum(1)
+    def __init__(self, sharding: EmbeddingSharding, device: torch.device) -> None:
+        self._processes, self._width = sharding._world_size, sum(sharding.embedding_dims())
+        dims = [sharding.embedding_dims()] * self._processes
+        widths = [self._width] * self._processes
+        super().__init__(sharding._pg, widths, dims, device, qcomm_codecs_registry=sharding.qcomm_codecs_registry)
 
-    return TwPooledEmbeddingDist(
-        sharding._pg, [sum(dims)] * processes, [dims] * processes, device, [added], sharding.qcomm_codecs_registry
-    )
+    def forward(self, local_embs: Tensor, sharding_ctx: EmbeddingShardingContext) -> Awaitable[Tensor]:
+        is_varied = sharding_ctx.variable_batch_per_feature
+        if is_varied:
+            # Every process has a part of every feature.
+            sizes = sharding_ctx.batch_size_per_feature_pre_a2a * self._processes
+            sharding_ctx = dataclasses.replace(sharding_ctx, batch_size_per_feature_pre_a2a=sizes)
+        awaitable = super().forward(local_embs, sharding_ctx)
+
+        def added(parts: Tensor) -> Tensor:
+            if is_varied:
+                return parts.view(self._processes, -1).sum(0)
+            return parts.view(len(parts), self._processes, self._width).sum(1)
+
+        awaitable.callbacks.append(added)
+        return awaitable
 
 
 class ScheduledEmbeddingBagCollectionSharder(TablesSharder, EmbeddingBagCollectionSharder):  # type: ignore[misc]
@@ -284,6 +403,8 @@ class ScheduledEmbeddingBagCollectionSharder(TablesSharder, EmbeddingBagCollecti
       column shard are those of its own columns, so that updates differ from the unsharded module's.
     * Data-parallel tables are copies. Without an optimizer their gradients are averaged; with one each process looks up the ids
       of all, so that all copies are updated alike.
+    * The first batch says whether keys are exchanged with batch sizes of their own: if they have them in any process. All
+      processes run it together. Later batches of the other kind give the same, at more cost.
 
     Args:
         qcomm_codecs_registry: how TorchRec compresses what it sends.
@@ -291,12 +412,13 @@ class ScheduledEmbeddingBagCollectionSharder(TablesSharder, EmbeddingBagCollecti
     Raises:
         ValueError: when a collection is sharded, another sharding type or compute kernel, frozen tables, an optimizer of
             `apply_optimizer_in_backward`, or several column shards in one process of several widths or of no multiple of 16. In
-            forward, keys that are missing or not those of the first batch in their order, no weights, or batches of several
-            sizes in one KeyedJaggedTensor.
+            forward, before anything is sent, keys that are missing or not those of the first batch in their order, no weights,
+            batches of several sizes without inverse indices, inverse indices that a feature does not have, another number of
+            lengths than the sum of the sizes, and on a CPU wrong inverse indices; a first batch that another process refuses.
 
     Shape:
-        As `ScheduledEmbeddingBagCollection`, for the samples of each process, which can be none. The weights of ids get no
-        gradient.
+        As `ScheduledEmbeddingBagCollection`, for the samples of each process, which can be none; with a batch size for each key
+        `[B, sum of the features' widths]`, of `[keys, B]` inverse indices. The weights of ids get no gradient.
 
     Example:
         >>> import torch.distributed as dist

@@ -82,6 +82,7 @@ class _Bags(BaseBatchedEmbeddingBag):  # type: ignore[misc]
             features.values(),
             features.offsets(),
             per_sample_weights=features.weights() if self._config.is_weighted else None,
+            batch_sizes=features.stride_per_key() if features.variable_stride_per_key() else None,
             sequence_totals=features.length_per_key() if self.layout.has_sequences else None,
             optimizer=self.optimizer,
         )
@@ -232,6 +233,18 @@ class ShardLookup(_OneLaunch, GroupedPooledEmbeddingsLookup):  # type: ignore[mi
             env=env,
         )
         self._forget()
+
+    def forward(self, sparse_features: KeyedJaggedTensor) -> Tensor:
+        """Look up; where features have batch sizes of their own, flat, process after process."""
+        if not sparse_features.variable_stride_per_key() or not self._emb_modules:
+            return super().forward(sparse_features)
+        parts = sparse_features.split(self._feature_splits)
+        bags: list[Tensor] = []
+        for module, features, pooled in zip(self._emb_modules, parts, self._forward(parts), strict=True):
+            of_features = zip(features.stride_per_key_per_rank(), module.layout.feature_widths, strict=True)
+            bags += pooled.split([size * width for sizes, width in of_features for size in sizes])
+        processes = len(sparse_features.stride_per_key_per_rank()[0])
+        return torch.cat([of for process in range(processes) for of in bags[process::processes]])
 
     @property
     def module(self) -> ShardLookup:

@@ -84,6 +84,8 @@ class ShardedScheduledEmbeddingCollection(ShardedEmbeddingCollection):  # type: 
         """Send ids to the processes that have their rows."""
         features = maybe_td_to_kjt(features, None)
         self._keys = checked_keys(features, self._embedding_configs, self._keys)
+        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
+            raise ValueError("features: expected one batch size for all keys where tables are sharded, got one for each")
         ctx.is_empty = not features.lengths().numel()
         return super().input_dist(ctx, _without_weights(features, ctx.is_empty))
 

@@ -93,7 +93,7 @@ def checked_keys(features: KeyedJaggedTensor, tables: Sequence[BaseEmbeddingConf
     """Return the keys of a batch, which are those of the first one; None: this is the first.
 
     Raises:
-        ValueError: keys that are missing or in another order, or a batch size for each key.
+        ValueError: keys that are missing or in another order.
     """
     keys: list[str] = features.keys()
     if first is None:
@@ -103,8 +103,6 @@ def checked_keys(features: KeyedJaggedTensor, tables: Sequence[BaseEmbeddingConf
         first = keys
     if keys != first:
         raise ValueError(f"features: expected the keys of the first batch in their order, {first}, got {keys}")
-    if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
-        raise ValueError("features: expected one batch size for all keys where tables are sharded, got one for each")
     return keys
 
 

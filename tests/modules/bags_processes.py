@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,8 @@ ONE = {
     "row-wise": [row_wise()] * 5,
     "data-parallel": [data_parallel()] * 5,
 }
+# In whose batches keys have batch sizes of their own.
+ALL = tuple(range(PROCESSES))
 MIXED = [row_wise(), column_wise(ranks=[1, 0]), data_parallel(), row_wise(), table_wise(rank=1)]
 ON_ONE = [table_wise(rank=1)] * 5
 
@@ -105,8 +107,12 @@ def training(
     two_types: bool = False,
     width: int = 16,
     reduce_scatter: bool = False,
+    varied: Sequence[tuple[int, ...]] = ((),),
 ) -> dict[str, float]:
-    """Steps of the sharded module beside those of the unsharded one, which gets the processes' batches as one."""
+    """Steps of the sharded module beside those of the unsharded one, which gets the processes' batches as one.
+
+    `varied` has for steps, which take turns, the processes in whose batches keys have batch sizes of their own.
+    """
     configs = functools.partial(tables, SUM if weighted else MEAN, DataType.FP16 if two_types else DataType.FP32, width)
     rule = {"learning_rate": RATE, **({} if optimizer in (None, "sgd") else {"eps": 1e-3})}
     options: dict[str, Any] = {"optimizer": optimizer, "optimizer_options": None if optimizer is None else rule}
@@ -127,14 +133,16 @@ def training(
     if left:
         to_step.append(KeyedOptimizerWrapper(left, functools.partial(torch.optim.SGD, lr=RATE)))
     worst = {"tables at first": tables_apart(bags, whole), "states at first": states_apart(dmp, whole)}
-    worst |= {"pooled": 0.0, "gradients": 0.0}
+    worst |= {"pooled": 0.0, "gradients": 0.0, "exchanges of another kind": 0.0}
     if reduce_scatter:
         bags._output_dists = [sharding.create_output_dist(here()) for sharding in bags._embedding_shardings]
     for step, sizes in enumerate([(2, 2), (3, 3)] if reduce_scatter else SIZES):
-        batches = batch(sizes, step, weighted, 0 if step == EMPTY else 4)
+        batches = batch(sizes, step, weighted, 0 if step == EMPTY else 4, varied[step % len(varied)])
         CALLS.clear()
         got, wanted = bags(batches[rank]), whole(batches[-1])
         launches = len(CALLS)
+        # All are of the kind of the first batch.
+        worst["exchanges of another kind"] += 1e6 * sum((sizes is not None) != bool(varied[0]) for sizes in CALLS)
         own = wanted.values().split(sizes)[rank]
         assert got.keys() == wanted.keys()
         assert got.length_per_key() == wanted.length_per_key()
@@ -260,10 +268,10 @@ class Model(nn.Module):
         return scores.square().mean(), scores.detach()
 
 
-def pipelined() -> dict[str, float]:
+def pipelined(varied: tuple[int, ...] = ()) -> dict[str, float]:
     sharder = ScheduledEmbeddingBagCollectionSharder()
     return piped_apart(
-        lambda: Model(ScheduledEmbeddingBagCollection(tables(), device=here(), **SGD)), "bags", tables(), MIXED, sharder
+        lambda: Model(ScheduledEmbeddingBagCollection(tables(), device=here(), **SGD)), "bags", tables(), MIXED, sharder, varied
     )
 
 
@@ -311,6 +319,26 @@ def output() -> dict[str, float]:
     }
 
 
+def one_size() -> dict[str, float]:
+    """Batches whose kind and sizes do not go together, after a first one of each kind."""
+    torch.manual_seed(0)
+    whole = ScheduledEmbeddingBagCollection(tables(), device=here())
+    found = {}
+    for first in ((), ALL):
+        bags, rank = sharded(copy.deepcopy(whole), MIXED).module["bags"], dist.get_rank()
+        bags(batch((2, 3), 0, False, varied=first)[rank])
+        features = batch((2, 2), 1, False)[rank]
+        made = functools.partial(KeyedJaggedTensor, list(KEYS), features.values(), lengths=features.lengths())
+        inverse = torch.tensor([[1, 0, 1], [0, 0, 1], [0, 1, 0], [1, 1, 1], [0, 0, 0]], device=here())
+        batches = {
+            "a size for each feature": made(stride_per_key_per_rank=[[2]] * 5),
+            "inverse indices alone": made(inverse_indices=(list(KEYS), inverse)),
+        }
+        for name, of_name in batches.items():
+            found[f"{name}, {len(first)} varied"] = apart(bags(of_name).values(), whole(of_name).values())
+    return found
+
+
 def errors() -> dict[str, str]:
     """What is refused, in every process alike, before anything is sent."""
 
@@ -318,13 +346,24 @@ def errors() -> dict[str, str]:
     bags, weighted = sharded(made(tables()), MIXED).module["bags"], sharded(made(tables(SUM), True), MIXED).module["bags"]
     features = batch((2,), 0, False)[-1]
     values, lengths = features.values(), features.lengths()
-    ragged = KeyedJaggedTensor(list(KEYS), values, lengths=lengths, stride_per_key_per_rank=torch.full((5, 1), 2))
+    rows = torch.tensor([[0], [0], [1], [1], [0]], device=here())
+
+    def ragged(sizes: Sequence[Sequence[int]] = ((1,), (3,), (2,), (2,), (2,)), **options: Any) -> KeyedJaggedTensor:
+        return KeyedJaggedTensor(
+            list(KEYS), values, lengths=lengths, stride_per_key_per_rank=[list(of) for of in sizes], **options
+        )
+
     found = {
         "missing": refused(lambda: bags(KeyedJaggedTensor(["a", "b"], values[:0], lengths=lengths[:4] * 0))),
         "no weights": refused(lambda: weighted(features)),
-        "ragged": refused(lambda: bags(ragged)),
+        "no inverse": refused(lambda: bags(ragged())),
+        "other inverse": refused(lambda: bags(ragged(inverse_indices=(["a", "b", "d"], rows[:3])))),
+        "wrong inverse": refused(lambda: bags(ragged(inverse_indices=(list(KEYS), rows + 1)))),
+        "uneven": refused(lambda: bags(ragged(sizes=[[2]] * 4 + [[3]], inverse_indices=(list(KEYS), rows)))),
         "widths": refused(lambda: sharded(made(tables()), [column_wise(ranks=[0, 0]), *MIXED[1:]])),
     }
+    # One process alone; the next batch goes well.
+    found["elsewhere"] = refused(lambda: bags(ragged() if dist.get_rank() else features))
     bags(features)
     found["other order"] = refused(lambda: bags(KeyedJaggedTensor(list(KEYS[::-1]), values[:0], lengths=lengths * 0)))
     return found
@@ -338,12 +377,33 @@ def cases(directory: Path) -> dict[str, Callable[[], dict[str, Any]]]:
         by_row = () if name in ("column-wise", "mixed") else BY_ROW
         for optimizer in (None, "adagrad") if is_few else (*BY_ELEMENT, *by_row):
             made[f"{name}, {optimizer}"] = functools.partial(training, plan, optimizer)
+        for optimizer in (None, "adagrad") if is_few else BY_ELEMENT:
+            made[f"{name}, sizes of features, {optimizer}"] = functools.partial(training, plan, optimizer, varied=[ALL])
         if name == "mixed" or not is_few:
+            made[f"{name}, sizes of features, weighted"] = functools.partial(
+                training, plan, "adagrad", weighted=True, varied=[ALL]
+            )
+            made[f"{name}, sizes of features, two types"] = functools.partial(training, plan, "sgd", two_types=True, varied=[ALL])
             made[f"{name}, weighted"] = functools.partial(training, plan, "adagrad", weighted=True)
             made[f"{name}, two types"] = functools.partial(training, plan, "sgd", two_types=True)
+    for name, varied in {"of one process first": [(1,), (0,), (), ALL], "later": [(), ALL, (0,)]}.items():
+        for optimizer in (None, "adagrad"):
+            made[f"sizes of features, {name}, {optimizer}"] = functools.partial(training, MIXED, optimizer, varied=varied)
+    made["sizes of features, pipelined"] = functools.partial(pipelined, ALL)
     for optimizer in ("adagrad", "adam"):
         made[f"checkpoint, {optimizer}"] = functools.partial(checkpoint, optimizer, directory)
-    others = (several_shards_in_one, column_rows, reduce_scattered, pipelined, state_dicts, planned, from_meta, output, errors)
+    others = (
+        several_shards_in_one,
+        column_rows,
+        reduce_scattered,
+        pipelined,
+        one_size,
+        state_dicts,
+        planned,
+        from_meta,
+        output,
+        errors,
+    )
     return {**made, **{of.__name__: of for of in others}}
 
 

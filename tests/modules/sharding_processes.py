@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,10 @@ def check(found: list[dict[str, Any]], name: str) -> None:
         assert process[name].get("launches", 0) == 0
 
 
-def batch(sizes: tuple[int, ...], seed: int, weighted: bool, longest: int = 4) -> list[KeyedJaggedTensor]:
-    """For each process its batch, and last that of all together."""
+def batch(
+    sizes: tuple[int, ...], seed: int, weighted: bool, longest: int = 4, varied: Sequence[int] = ()
+) -> list[KeyedJaggedTensor]:
+    """For each process its batch, and last that of all together; in those of `varied` keys have batch sizes of their own."""
     generator = torch.Generator().manual_seed(seed)
     rows = {"a": 7, "b": 1, "c": 5, "d": 6, "unread": 100}
 
@@ -86,12 +89,29 @@ def batch(sizes: tuple[int, ...], seed: int, weighted: bool, longest: int = 4) -
         length = int(torch.randint(longest + 1, (), generator=generator))
         return torch.randint(rows[key], (length,), generator=generator)
 
-    ids = [[[bag(key) for _ in range(size)] for key in KEYS] for size in sizes]
+    def inverse_of(process: int, size: int) -> tuple[int, Tensor]:
+        """How many bags a key has, and each sample's; a process without samples can have some."""
+        if process not in varied or not sum(sizes):
+            return size, torch.arange(size)
+        count = int(torch.randint(min(1, size), size + 2, (), generator=generator))
+        return count, torch.randint(max(1, count), (size,), generator=generator)
+
+    inverses = [[inverse_of(process, size) for _ in KEYS] for process, size in enumerate(sizes)]
+    ids = [[[bag(key) for _ in range(count)] for key, (count, _) in zip(KEYS, of, strict=True)] for of in inverses]
     ids.append([[one for of_process in ids for one in of_process[key]] for key in range(len(KEYS))])
+    together = []
+    for of_key in zip(*inverses, strict=True):
+        firsts = accumulate((count for count, _ in of_key), initial=0)
+        together.append((0, torch.cat([first + of for first, (_, of) in zip(firsts, of_key, strict=False)])))
     made = []
-    for of_keys in ids:
+    for process, (of_keys, of_samples) in enumerate(zip(ids, [*inverses, together], strict=True)):
         bags = [one for of_key in of_keys for one in of_key]
         values = torch.cat([*bags, torch.empty(0, dtype=torch.int64)])
+        extra: dict[str, Any] = {}
+        if process in varied or (varied and process == len(sizes)):
+            # Of their own order.
+            extra["inverse_indices"] = (list(KEYS[::-1]), torch.stack([of for _, of in of_samples[::-1]]).to(here()))
+            extra["stride_per_key_per_rank"] = torch.tensor([[len(of_key)] for of_key in of_keys])
         made.append(
             KeyedJaggedTensor(
                 keys=list(KEYS),
@@ -99,6 +119,7 @@ def batch(sizes: tuple[int, ...], seed: int, weighted: bool, longest: int = 4) -
                 lengths=torch.tensor([len(one) for one in bags], dtype=torch.int64).to(here()),
                 # The same in every process for an id of a feature.
                 weights=(0.5 + values % 5).to(here()) if weighted else None,
+                **extra,
             )
         )
     return made
@@ -182,7 +203,8 @@ def refused(call: Callable[[], object]) -> str:
     return "nothing"
 
 
-CALLS: list[None] = []
+# The batch sizes of each call, if features have their own.
+CALLS: list[Sequence[int] | None] = []
 
 
 def count_calls() -> None:
@@ -190,14 +212,19 @@ def count_calls() -> None:
     operator = embedding_bags_shards.embedding_bags
 
     def counted(*arguments: Any, **options: Any) -> Tensor:
-        CALLS.append(None)
+        CALLS.append(options.get("batch_sizes"))
         return operator(*arguments, **options)
 
     embedding_bags_shards.embedding_bags = counted
 
 
 def piped_apart(
-    made: Callable[[], nn.Module], path: str, configs: Sequence[BaseEmbeddingConfig], generators: Sequence[Any], sharder: Any
+    made: Callable[[], nn.Module],
+    path: str,
+    configs: Sequence[BaseEmbeddingConfig],
+    generators: Sequence[Any],
+    sharder: Any,
+    varied: Sequence[int] = (),
 ) -> dict[str, float]:
     """TorchRec's pipeline, which sends a batch's ids before the one before has been looked up, against plain steps.
 
@@ -205,8 +232,9 @@ def piped_apart(
         made: a model as the pipeline wants it, with its collection at `path`.
         configs: its tables.
         generators: of each table's sharding.
+        varied: processes in whose batches keys have batch sizes of their own.
     """
-    scores, batches = [], [batch((2, 3), seed, False)[dist.get_rank()] for seed in range(4)]
+    scores, batches = [], [batch((2, 3), seed, False, varied=varied)[dist.get_rank()] for seed in range(4)]
     for is_piped in (False, True):
         torch.manual_seed(0)
         model = made()

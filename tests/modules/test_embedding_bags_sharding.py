@@ -26,7 +26,11 @@ PLANS = ("table-wise", "column-wise", "row-wise", "data-parallel", "mixed", "all
 BY_ELEMENT = ("None", "sgd", "adagrad", "adam", "weighted", "two types")
 BY_ROW = ("rowwise_adagrad", "rowwise_adam", "rowwise_lamb", "adam of whole rows")
 CASES = [f"{plan}, {of}" for plan in PLANS for of in (*BY_ELEMENT, *(() if plan in ("column-wise", "mixed") else BY_ROW))]
+CASES += [f"{plan}, sizes of features, {of}" for plan in PLANS for of in BY_ELEMENT]
+CASES += [f"sizes of features, {when}, {of}" for when in ("of one process first", "later") for of in ("None", "adagrad")]
 CASES += [
+    "sizes of features, pipelined",
+    "one_size",
     "checkpoint, adagrad",
     "checkpoint, adam",
     "several_shards_in_one",
@@ -97,13 +101,28 @@ def test_output_has_the_dtype_and_the_features_of_the_unsharded_module(found: li
         ("missing", "expected a key for every feature of the tables, got none for c, d"),
         ("other order", "expected the keys of the first batch in their order"),
         ("no weights", "expected weights, as is_weighted says, got none"),
-        ("ragged", "expected one batch size for all keys where tables are sharded"),
+        ("no inverse", "features: expected inverse_indices where keys have batches of several sizes, got none"),
+        ("other inverse", "features: expected inverse_indices for every feature of the tables, got none for c"),
+        ("uneven", "features: expected 11, the sum of the keys' batch sizes as the number of lengths, got 10"),
         ("widths", "expected several column shards in one process to have the same width, a multiple of 16, got [4, 4] of 'x'"),
     ],
 )
 def test_wrong_input_is_refused_in_every_process(found: list[dict[str, Any]], case: str, message: str) -> None:
     for process in found:
         assert message in process["errors"][case]
+
+
+def test_a_first_batch_that_one_process_refuses_ends_in_all(found: list[dict[str, Any]]) -> None:
+    """Or they would wait for it."""
+    messages = [process["errors"]["elsewhere"] for process in found]
+    assert messages[0] == "features: another process refused its first batch; the error there says why"
+    assert messages[1].startswith("features: expected inverse_indices where keys have batches of several sizes, got none")
+
+
+def test_wrong_inverse_indices_are_refused_on_a_cpu(on_cpu: list[dict[str, Any]]) -> None:
+    """On a GPU that would wait for it."""
+    message = "features: expected inverse_indices from 0 on and below 2, the batch size of key 'a', got 2 in sample 0"
+    assert [process["errors"]["wrong inverse"] for process in on_cpu] == [message] * 2
 
 
 def collection(**options: Any) -> ScheduledEmbeddingBagCollection:
