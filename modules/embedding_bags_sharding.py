@@ -406,15 +406,19 @@ class ScheduledEmbeddingBagCollectionSharder(TablesSharder, EmbeddingBagCollecti
     * The first batch says whether keys are exchanged with batch sizes of their own: if they have them in any process. All
       processes run it together. Later batches of the other kind give the same, at more cost.
 
+    An optimizer that `apply_optimizer_in_backward` gave all parameters is the optimizer of the shards: SGD, Adagrad,
+    RowWiseAdagrad, Adam, LAMB, PartialRowWiseAdam or PartialRowWiseLAMB, of PyTorch or TorchRec.
+
     Args:
         qcomm_codecs_registry: how TorchRec compresses what it sends.
 
     Raises:
         ValueError: when a collection is sharded, another sharding type or compute kernel, frozen tables, an optimizer of
-            `apply_optimizer_in_backward`, or several column shards in one process of several widths or of no multiple of 16. In
-            forward, before anything is sent, keys that are missing or not those of the first batch in their order, no weights,
-            batches of several sizes without inverse indices, inverse indices that a feature does not have, another number of
-            lengths than the sum of the sizes, and on a CPU wrong inverse indices; a first batch that another process refuses.
+            `apply_optimizer_in_backward` that has no counterpart, or several column shards in one process of several widths or
+            of no multiple of 16. In forward, before anything is sent, keys that are missing or not those of the first batch in
+            their order, no weights, batches of several sizes without inverse indices, inverse indices that a feature does not
+            have, another number of lengths than the sum of the sizes, and on a CPU wrong inverse indices; a first batch that
+            another process refuses.
 
     Shape:
         As `ScheduledEmbeddingBagCollection`, for the samples of each process, which can be none; with a batch size for each key

@@ -21,7 +21,7 @@ from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptim
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.modules.embedding_bags import DTYPES
-from jagged.modules.table_sharding import DATA_PARALLEL, ROW_WISE
+from jagged.modules.table_sharding import DATA_PARALLEL, ROW_WISE, update_of
 from jagged.modules.table_storage import states_of_tables
 from jagged.modules.trained_tables import TrainedTables
 from jagged.ops import BagLayout, BagOptimizer, embedding_bags
@@ -37,13 +37,14 @@ class Optimizers(NamedTuple):
 
 def optimizers_of(module: TrainedTables) -> Optimizers | None:
     """What a module's shards take over; None where it has no fused optimizer."""
-    if module._optimizer is None:
+    update = update_of(module)
+    if update is None:
         return None
     states: dict[str, dict[str, Tensor]] = {}
     for part in module._parts:
         if part.tables.optimizer is not None:
             states.update(zip(part.names, states_of_tables(part.tables.optimizer), strict=True))
-    return Optimizers(module._optimizer, states)
+    return Optimizers(update, states)
 
 
 class _Bags(BaseBatchedEmbeddingBag):  # type: ignore[misc]

@@ -30,6 +30,7 @@ from jagged.modules.table_sharding import (
     checked_plan,
     draw_shards,
     make_copies_alike,
+    update_of,
 )
 
 
@@ -141,7 +142,7 @@ def _check_rows(module: ScheduledEmbeddingCollection, params: Mapping[str, Param
     """Refuse copies that would part, and column shards of several widths, for TorchRec sends rows of one width."""
     widths: dict[int, str] = {}
     for name, sharding in params.items():
-        if sharding.sharding_type == DATA_PARALLEL and module._optimizer is not None:
+        if sharding.sharding_type == DATA_PARALLEL and update_of(module) is not None:
             raise ValueError(
                 f"params: expected no data-parallel tables with an optimizer, got {name!r}: each process would update its own, "
                 "so that their copies part; shard it table-wise, column-wise or row-wise, or leave the optimizer out"
@@ -169,14 +170,17 @@ class ScheduledEmbeddingCollectionSharder(TablesSharder, EmbeddingCollectionShar
       column shard are those of its own columns, so that updates differ from the unsharded module's.
     * Data-parallel tables are copies, whose gradients are averaged. With an optimizer they are refused.
 
+    An optimizer that `apply_optimizer_in_backward` gave all parameters is the optimizer of the shards: SGD, Adagrad,
+    RowWiseAdagrad, Adam, LAMB, PartialRowWiseAdam or PartialRowWiseLAMB, of PyTorch or TorchRec.
+
     Args:
         qcomm_codecs_registry: how TorchRec compresses what it sends.
 
     Raises:
         ValueError: when a collection is sharded, another sharding type or compute kernel, frozen tables, an optimizer of
-            `apply_optimizer_in_backward`, data-parallel tables with an optimizer, column shards of several widths, or several of
-            a table in one process that have no multiple of 16 numbers. In forward, keys that are missing or not those of the
-            first batch in their order, or batches of several sizes in one KeyedJaggedTensor.
+            `apply_optimizer_in_backward` that has no counterpart, data-parallel tables with an optimizer, column shards of
+            several widths, or several of a table in one process that have no multiple of 16 numbers. In forward, keys that are
+            missing or not those of the first batch in their order, or batches of several sizes in one KeyedJaggedTensor.
 
     Shape:
         As `ScheduledEmbeddingCollection`, for the samples of each process, which can be none. Weights of ids are not sent.

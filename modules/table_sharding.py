@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ from torchrec.distributed.types import ParameterSharding, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from jagged.modules.trained_tables import TrainedTables
-from jagged.ops import BagLayout
+from jagged.modules.backward_updates import in_backward_optimizer
+from jagged.modules.trained_tables import TrainedTables, optimizer_maker
+from jagged.ops import BagLayout, BagOptimizer
 
 TABLE_WISE, COLUMN_WISE = ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value
 ROW_WISE, DATA_PARALLEL = ShardingType.ROW_WISE.value, ShardingType.DATA_PARALLEL.value
@@ -46,20 +48,17 @@ def checked_plan(module: TrainedTables, params: dict[str, ParameterSharding]) ->
     """Return a plan for a collection's tables, with the compute kernel that goes by its optimizer.
 
     Raises:
-        ValueError: tables that several collections share, frozen tables, an optimizer of `apply_optimizer_in_backward`, another
-            sharding type or compute kernel, or column shards in one process that are not one parameter.
+        ValueError: tables that several collections share, frozen tables, an optimizer of `apply_optimizer_in_backward` that has
+            no counterpart or stands beside the collection's own, another sharding type or compute kernel, or column shards in one
+            process that are not one parameter.
     """
     if any(part.tables.is_shared for part in module._parts):
         raise ValueError(
             "module: expected tables of one collection, got some that several share, of which each would have its own when they "
             "are sharded; give every collection its own tables, or train in one process"
         )
+    kernel = DENSE if update_of(module) is None else FUSED
     for name, parameter in module.named_parameters():
-        if hasattr(parameter, "_optimizer_classes"):
-            raise ValueError(
-                f"module: got an optimizer of apply_optimizer_in_backward for {name!r}; name one in "
-                f"{type(module).__name__}(optimizer=...)"
-            )
         if not parameter.requires_grad:
             raise ValueError(f"module: expected tables that require a gradient, got {name!r} frozen; use torch.no_grad")
     for name, sharding in params.items():
@@ -69,8 +68,24 @@ def checked_plan(module: TrainedTables, params: dict[str, ParameterSharding]) ->
                 f"for {name!r}, got {sharding.sharding_type} and {sharding.compute_kernel}"
             )
         _check_widths(name, sharding)
-    kernel = DENSE if module._optimizer is None else FUSED
     return {name: dataclasses.replace(sharding, compute_kernel=kernel) for name, sharding in params.items()}
+
+
+def update_of(module: TrainedTables) -> functools.partial[BagOptimizer] | None:
+    """What makes the optimizer of a collection's shards: its own, or that of `apply_optimizer_in_backward`; None without one.
+
+    Raises:
+        ValueError: both, or one that has no counterpart here.
+    """
+    applied = in_backward_optimizer(module)
+    if applied is None:
+        return module._optimizer
+    if module._optimizer is not None:
+        raise ValueError(
+            f"module: got an optimizer of apply_optimizer_in_backward beside {type(module).__name__}(optimizer=...), expected "
+            "one; leave one of them out"
+        )
+    return optimizer_maker(*applied)
 
 
 def _check_widths(name: str, sharding: ParameterSharding) -> None:

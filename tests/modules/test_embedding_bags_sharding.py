@@ -134,21 +134,12 @@ def frozen() -> ScheduledEmbeddingBagCollection:
     return collection().requires_grad_(False)
 
 
-def with_an_optimizer() -> ScheduledEmbeddingBagCollection:
-    module = collection()
-    for parameter in module.parameters():
-        # As apply_optimizer_in_backward does.
-        parameter._optimizer_classes = [torch.optim.SGD]
-    return module
-
-
 @pytest.mark.parametrize(
     ("module", "sharding_type", "kernel", "message"),
     [
         (collection, "table_row_wise", "fused", "expected a sharding type of table_wise, column_wise, row_wise, data_parallel"),
         (collection, "table_wise", "fused_uvm", "the compute kernel fused or dense for 'item', got table_wise and fused_uvm"),
         (frozen, "table_wise", "fused", "expected tables that require a gradient, got 'embedding_bags.item.weight' frozen"),
-        (with_an_optimizer, "table_wise", "fused", "name one in ScheduledEmbeddingBagCollection"),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(

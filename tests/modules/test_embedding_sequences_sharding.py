@@ -149,21 +149,12 @@ def shared() -> ScheduledEmbeddingCollection:
     return module
 
 
-def with_an_optimizer() -> ScheduledEmbeddingCollection:
-    module = collection()
-    for parameter in module.parameters():
-        # As apply_optimizer_in_backward does.
-        parameter._optimizer_classes = [torch.optim.SGD]
-    return module
-
-
 @pytest.mark.parametrize(
     ("module", "sharding_type", "kernel", "message"),
     [
         (collection, "table_row_wise", "fused", "expected a sharding type of table_wise, column_wise, row_wise, data_parallel"),
         (collection, "table_wise", "fused_uvm", "the compute kernel fused or dense for 'item', got table_wise and fused_uvm"),
         (frozen, "table_wise", "fused", "expected tables that require a gradient, got 'embeddings.item.weight' frozen"),
-        (with_an_optimizer, "table_wise", "fused", "name one in ScheduledEmbeddingCollection"),
         (shared, "table_wise", "fused", "expected tables of one collection, got some that several share, of which each would"),
     ],
 )
