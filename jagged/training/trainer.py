@@ -15,7 +15,7 @@ from jagged import artifacts
 from jagged.artifacts import CheckpointError
 from jagged.config import RunOptions, TrainerConfig
 from jagged.metrics import Figures, RunMetrics
-from jagged.models import RankingTask
+from jagged.models import NextItemTask, RankingTask
 from jagged.models.pretrained import save_task
 from jagged.training.batches import Dealt, Positioned, positioned
 from jagged.training.callbacks import Callback, load_states
@@ -165,7 +165,7 @@ class Trainer:
             total_steps = config.max_epochs * -(-parts["train"].num_batches(0) // config.accumulate)
             fresh = TrainState(dict(options or config.model_dump()), fingerprint, processes.world_size, total_steps)
             path = latest_checkpoint(directory / CHECKPOINTS) if resume else None
-            state, tensors = (fresh, {}) if path is None else _kept(path, fresh, config, parts["train"], processes)
+            state, tensors = (fresh, {}) if path is None else _kept(path, fresh, config, parts["train"], self.task, processes)
             self.task.to(device)  # type: ignore[attr-defined]
             engine = Engine(self.task, config, config.precision, processes, state.total_steps)  # type: ignore[arg-type]
             closing.callback(engine.close)
@@ -224,14 +224,14 @@ def check_shares(loader: Positioned, processes: Processes) -> None:
 
 
 def _kept(
-    path: Path, fresh: TrainState, config: TrainerConfig, train: Positioned, processes: Processes
+    path: Path, fresh: TrainState, config: TrainerConfig, train: Positioned, task: Any, processes: Processes
 ) -> tuple[TrainState, dict[str, torch.Tensor]]:
     """Where the run of a checkpoint stands, for these processes, and the tensors."""
     tensors, content = load_checkpoint(path)
     state = TrainState.from_json(content, path)
     state.check_resumable(fresh, path)
     if state.world_size != processes.world_size:
-        _deal_anew(state, fresh, config, train, path)
+        _deal_anew(state, fresh, config, train, task, path)
         # Only the sums over processes are looked at.
         total = [sum(column) for column in zip(*state.sums, strict=True)]
         state.sums = [total if rank == 0 else [0.0, 0.0] for rank in range(processes.world_size)]
@@ -241,21 +241,32 @@ def _kept(
     return state, tensors
 
 
-def _deal_anew(state: TrainState, fresh: TrainState, config: TrainerConfig, train: Positioned, path: Path) -> None:
+def _deal_anew(state: TrainState, fresh: TrainState, config: TrainerConfig, train: Positioned, task: Any, path: Path) -> None:
     """Let what is left of a run be that of another number of processes: the samples, and the steps for them.
 
     Raises:
-        TrainingError: it stands in the middle of an epoch, and the loader does not know what is left of that.
+        TrainingError: it stands in the middle of an epoch, and the loader does not know what is left of that, or a process would
+            have a batch of nothing.
     """
     if state.samples is None or (state.samples and not isinstance(train, Dealt)):
         raise TrainingError(
-            f"{path}: was trained by {state.world_size} processes, now {fresh.world_size}, and ends in the middle of epoch "
-            f"{state.epoch + 1}, of which a {type(train).__name__} cannot say what is left; start {state.world_size}"
+            f"{path}: was trained by {state.world_size} processes, now {fresh.world_size}, and stands in epoch {state.epoch + 1}; "
+            "what is left of an epoch is known to loaders of jagged.data, not to a DataLoader or a list; start as many, or choose "
+            "another output"
         )
     state.batch, state.seen = 0, state.samples
     seen = (state.seen,) if state.seen else ()
     whole = fresh.total_steps // config.max_epochs
-    left = -(-train.num_batches(state.epoch, *seen) // config.accumulate) + (config.max_epochs - state.epoch - 1) * whole
+    batches = train.num_batches(state.epoch, *seen)
+    # The task whose item table is split takes batches of nothing; embeddings of TorchRec and means of losses do not.
+    if isinstance(train, Dealt) and not isinstance(task, NextItemTask):
+        samples = train.samples_before(state.epoch, batches, state.seen) - state.seen
+        if samples < batches * fresh.world_size:
+            raise TrainingError(
+                f"{path}: epoch {state.epoch + 1} has {samples} samples left, too few for a batch in each of {fresh.world_size} "
+                "processes; start fewer"
+            )
+    left = -(-batches // config.accumulate) + (config.max_epochs - state.epoch - 1) * whole
     # Steps behind the warm-up count as many as there are now for the same samples: so the rate does not jump, and ends at 0.
     at, warm_up = state.step + state.ahead, config.warmup_steps
     if at > warm_up and (were_left := state.total_steps - at) > 0:
