@@ -30,7 +30,10 @@ class Positioned(Protocol):
 
 @runtime_checkable
 class Dealt(Protocol):
-    """A loader with places whose epochs go on with another number of processes, as those of `jagged.data` do."""
+    """A loader with places whose epochs go on with another number of processes, as those of `jagged.data` do.
+
+    The samples of its first batches, of all processes together, are the first ones of the epoch's order, whatever their number.
+    """
 
     def set_position(self, epoch: int, batch: int, seen: int = 0) -> None:
         """Let the next iteration start at a batch of an epoch without its first `seen` samples."""

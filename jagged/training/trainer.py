@@ -118,7 +118,8 @@ class Trainer:
             train, valid, test: batches: a `DataLoader`, a list, or anything else that can be iterated again and has a length; or
                 a loader with places, `jagged.data.BatchLoader`. On several processes each one's own share, as many batches of
                 `train` in each; the same ones in two processes are refused. Without `test` there are no test figures.
-            resume: go on from the newest checkpoint in `config.output`; without one, start.
+            resume: go on from the newest checkpoint in `config.output`; without one, start. The number of processes may be another
+                one: what is left of an epoch is dealt out anew by loaders of `jagged.data`; other batches go on between epochs.
             progress: show a progress bar and messages.
             fingerprint: of the data; a run does not go on with other data.
             write: writes the finished run in place of `jagged.models.save_task`; called in the first process.
@@ -250,9 +251,9 @@ def _deal_anew(state: TrainState, fresh: TrainState, config: TrainerConfig, trai
     """
     if state.samples is None or (state.samples and not isinstance(train, Dealt)):
         raise TrainingError(
-            f"{path}: was trained by {state.world_size} processes, now {fresh.world_size}, and stands in epoch {state.epoch + 1}; "
-            "what is left of an epoch is known to loaders of jagged.data, not to a DataLoader or a list; start as many, or choose "
-            "another output"
+            f"{path}: was trained by {state.world_size} processes, now {fresh.world_size}, and stands in epoch "
+            f"{state.epoch + 1}; what is left of an epoch is known to loaders of jagged.data, not to a DataLoader or a list; "
+            "start as many, or choose another output"
         )
     state.batch, state.seen = 0, state.samples
     seen = (state.seen,) if state.seen else ()
