@@ -118,8 +118,8 @@ class Trainer:
             train, valid, test: batches: a `DataLoader`, a list, or anything else that can be iterated again and has a length; or
                 a loader with places, `jagged.data.BatchLoader`. On several processes each one's own share, as many batches of
                 `train` in each; the same ones in two processes are refused. Without `test` there are no test figures.
-            resume: go on from the newest checkpoint in `config.output`; without one, start. The number of processes may be another
-                one: what is left of an epoch is dealt out anew by loaders of `jagged.data`; other batches go on between epochs.
+            resume: go on from the newest checkpoint in `config.output`; without one, start. With another number of processes
+                loaders of `jagged.data` deal out anew what an epoch has left; other batches go on between two epochs.
             progress: show a progress bar and messages.
             fingerprint: of the data; a run does not go on with other data.
             write: writes the finished run in place of `jagged.models.save_task`; called in the first process.
