@@ -160,6 +160,7 @@ class Watched(Callback):
 
     def __init__(self, kind: type, ids: Callable[[Any], torch.Tensor], last: int | None) -> None:
         self.last = last
+        self.ids: list[int] = []
         self.trained_on: list[Any] = []
         self.rates: list[float] = []
         self.loaded: list[bool] = []
@@ -167,7 +168,7 @@ class Watched(Callback):
 
         def forward_and_keep(self: Any, batch: Any) -> Any:
             if self.training:
-                watched.ids = ids(batch).tolist()
+                watched.ids += ids(batch).tolist()
             return forward(self, batch)
 
         def load_and_compare(self: Engine, tensors: dict[str, torch.Tensor], steps: int) -> None:
@@ -184,10 +185,13 @@ class Watched(Callback):
         loop._AGREE_SECONDS = 0.0
 
     def on_start(self, progress: Progress) -> None:
+        # The forecast's forward pass is no training.
+        self.ids = []
         self.rates.append(progress._optimizer.learning_rate)
 
     def on_step(self, progress: Progress) -> None:
         self.trained_on.append([progress.state.epoch, self.ids])
+        self.ids = []
         self.rates.append(progress._optimizer.learning_rate)
         if progress.state.step == self.last:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -316,10 +320,11 @@ def main() -> None:
         for r in range(2)
     ]
 
-    # The joint batch stays as large; one part ends with an epoch's last step, before its validation.
+    # A step has as many users, in one process of two batches; one part ends with an epoch's last step, before its validation.
     def with_joint_batches(directory: Path, processes: Processes, watched: Callback) -> None:
-        options = {"batch_size": 8 // processes.world_size, "dropout": 0.0, "schedule": "cosine", "warmup_steps": 3}
-        train(tiny_config(directory, **options), dataset, callbacks=[watched], resume=True, progress=False)
+        sizes = {1: {"batch_size": 4, "accumulate": 2}, 2: {"batch_size": 4}, 4: {"batch_size": 2}}[processes.world_size]
+        options = {"dropout": 0.0, "schedule": "cosine", "warmup_steps": 3}
+        train(tiny_config(directory, **options, **sizes), dataset, callbacks=[watched], resume=True, progress=False)
 
     for name, parts in (("never stopped", [(1, None)]), ("others", [(1, 2), (2, 5), (4, 7), (1, None)])):
         kept = with_other_processes(root, name, parts, NextItemTask, lambda batch: batch.users, with_joint_batches)
