@@ -1,4 +1,8 @@
-"""Which samples make which batch of an epoch, on which rank: by seed and epoch alone, so that a place in it is two numbers."""
+"""Which samples make which batch of an epoch, on which rank: by seed and epoch alone, so that a place in it is a few numbers.
+
+After a batch of every rank the samples that came are the first ones of the epoch's order, whatever the number of ranks. So the
+rest can be dealt to other ranks, which have to know no more than how many came.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,7 @@ class Plan(Sampler[IntArray]):
 
     Attributes:
         epoch, batch: the position, both from 0.
+        seen: how many of the epoch's first samples are left out, because others had them; batches count from behind them.
 
     Raises:
         ValueError: an option out of range.
@@ -55,31 +60,35 @@ class Plan(Sampler[IntArray]):
         self.world_size = world_size
         self.epoch = 0
         self.batch = 0
-        self._planned: tuple[int, IntArray, IntArray] | None = None
+        self.seen = 0
+        self._planned: tuple[tuple[int, int], IntArray, IntArray] | None = None
 
-    def num_batches(self, epoch: int) -> int:
-        """Batches of an epoch on each rank."""
-        return (len(self.of(epoch)[1]) - 1) // self.world_size
+    def num_batches(self, epoch: int, seen: int = 0) -> int:
+        """Batches of an epoch without its first `seen` samples, on each rank."""
+        return (len(self.of(epoch, seen)[1]) - 1) // self.world_size
 
     def __iter__(self) -> Iterator[IntArray]:
-        order, bounds = self.of(self.epoch)
+        order, bounds = self.of(self.epoch, self.seen)
         first = self.batch * self.world_size + self.rank
         return (order[bounds[k] : bounds[k + 1]] for k in range(first, len(bounds) - 1, self.world_size))
 
     def __len__(self) -> int:
-        return self.num_batches(self.epoch) - self.batch
+        return self.num_batches(self.epoch, self.seen) - self.batch
 
-    def of(self, epoch: int) -> tuple[IntArray, IntArray]:
-        """The order of the samples, and where each batch begins in it, batch b of rank r at place `b * world_size + r`."""
-        if self._planned is None or self._planned[0] != epoch:
-            order = self._order(epoch)
+    def of(self, epoch: int, seen: int = 0) -> tuple[IntArray, IntArray]:
+        """The order of the samples behind the first `seen`, and where each batch begins in it.
+
+        Batch b of rank r is at place `b * world_size + r`.
+        """
+        if self._planned is None or self._planned[0] != (epoch, seen):
+            order = self._order(epoch)[seen:]
             # Limits may be larger than any number of samples, and than what an array holds.
             bounds = (
-                self._by_size(min(self.batch_size, len(self.rows)))
+                self._by_size(len(order), min(self.batch_size, len(self.rows)))
                 if self.batch_size
                 else self._by_tokens(order, min(self.max_tokens or 0, int(self.rows.sum())))
             )
-            self._planned = epoch, order, bounds
+            self._planned = (epoch, seen), order, bounds
         return self._planned[1], self._planned[2]
 
     def _order(self, epoch: int) -> IntArray:
@@ -90,8 +99,8 @@ class Plan(Sampler[IntArray]):
         permutation: IntArray = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(state)).numpy()
         return permutation
 
-    def _by_size(self, batch_size: int) -> IntArray:
-        samples, step = len(self.rows), batch_size * self.world_size
+    def _by_size(self, samples: int, batch_size: int) -> IntArray:
+        step = batch_size * self.world_size
         full, rest = divmod(samples, step)
         tail_steps = int(rest > 0)
         if 0 < rest < self.world_size and full:
@@ -122,29 +131,40 @@ class PlannedLoader:
     _loader: DataLoader[Any]
 
     @property
-    def position(self) -> tuple[int, int]:
-        """`(epoch, batch)` at which the next iteration starts."""
-        return self._plan.epoch, self._plan.batch
+    def position(self) -> tuple[int, int, int]:
+        """`(epoch, batch, seen)` at which the next iteration starts, as `set_position` takes them."""
+        return self._plan.epoch, self._plan.batch, self._plan.seen
 
-    def set_position(self, epoch: int, batch: int) -> None:
+    def set_position(self, epoch: int, batch: int, seen: int = 0) -> None:
         """Let the next iteration start at a batch of an epoch; both count from 0. `batch` may be the epoch's end.
+
+        Args:
+            epoch, batch: the place.
+            seen: how many of the epoch's samples another number of ranks had, as `samples_before` tells. The rest is dealt out
+                anew, and batches count from its beginning.
 
         Raises:
             ValueError: no such position.
         """
-        if epoch < 0 or not 0 <= batch <= self.num_batches(epoch):
+        if not 0 <= seen <= len(self._plan.rows):
+            raise ValueError(f"position: got {seen} samples before it, expected 0 to {len(self._plan.rows)}")
+        if epoch < 0 or not 0 <= batch <= self.num_batches(epoch, seen):
             raise ValueError(
-                f"position: got epoch {epoch}, batch {batch}, expected a batch from 0 to {self.num_batches(max(epoch, 0))}"
+                f"position: got epoch {epoch}, batch {batch}, expected a batch from 0 to {self.num_batches(max(epoch, 0), seen)}"
             )
-        self._plan.epoch, self._plan.batch = epoch, batch
+        self._plan.epoch, self._plan.batch, self._plan.seen = epoch, batch, seen
 
-    def num_batches(self, epoch: int) -> int:
-        """Batches of an epoch, the same on every rank."""
-        return self._plan.num_batches(epoch)
+    def num_batches(self, epoch: int, seen: int = 0) -> int:
+        """Batches of an epoch without its first `seen` samples, the same on every rank."""
+        return self._plan.num_batches(epoch, seen)
+
+    def samples_before(self, epoch: int, batch: int, seen: int = 0) -> int:
+        """How many samples of an epoch come before a position, on all ranks together, the first `seen` included."""
+        return seen + int(self._plan.of(epoch, seen)[1][batch * self._plan.world_size])
 
     def __len__(self) -> int:
-        """Batches of the current epoch."""
-        return self.num_batches(self._plan.epoch)
+        """Batches of the current epoch, from behind the samples that others had."""
+        return self.num_batches(self._plan.epoch, self._plan.seen)
 
     def close(self) -> None:
         """End the workers now; the next iteration starts new ones.

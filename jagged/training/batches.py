@@ -28,6 +28,25 @@ class Positioned(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
 
 
+@runtime_checkable
+class Dealt(Protocol):
+    """A loader with places whose epochs go on with another number of processes, as those of `jagged.data` do.
+
+    The samples of its first batches, of all processes together, are the first ones of the epoch's order, whatever their number.
+    """
+
+    def set_position(self, epoch: int, batch: int, seen: int = 0) -> None:
+        """Let the next iteration start at a batch of an epoch without its first `seen` samples."""
+
+    def num_batches(self, epoch: int, seen: int = 0) -> int:
+        """Batches of an epoch without its first `seen` samples, the same in every process."""
+
+    def samples_before(self, epoch: int, batch: int, seen: int = 0) -> int:
+        """How many samples of an epoch come before a batch in all processes together, the first `seen` included."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
 def positioned(loader: Any, name: str, seed: int) -> Positioned:
     """A loader as it is where it knows places, else `Repeated`.
 

@@ -160,7 +160,9 @@ class Engine:
         Where each process holds rows of its own, the first one gets all, on the CPU, and the others nothing.
         """
         tensors = {f"{_TASK}{name}": value.detach() for name, value in apart(self.task.state_dict()).items()}
-        tensors.update(self.optimizer.state_tensors())
+        # The tables of a collection count their steps together, and a file has no tensor twice.
+        states = self.optimizer.state_tensors()
+        tensors.update({name: value if value.dim() else value.clone() for name, value in states.items()})
         tensors = self.collect(tensors)
         random_states = {"cpu": torch.get_rng_state()}
         if self.processes.device.type == "cuda":

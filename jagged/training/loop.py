@@ -29,7 +29,7 @@ from jagged.metrics import (
 )
 from jagged.models import Task
 from jagged.models.pretrained import HISTORY
-from jagged.training.batches import Positioned, Repeated
+from jagged.training.batches import Dealt, Positioned, Repeated
 from jagged.training.callbacks import Callback, Progress, states_of
 from jagged.training.checkpoint import list_checkpoints, next_name, prune, save_checkpoint
 from jagged.training.display import Display
@@ -155,9 +155,11 @@ class Loop:
         if state.to_validate:
             self._validate()
             self._keep()
-        batches = self._train.num_batches(state.epoch)
+        # A loader that deals nothing out anew is not asked to.
+        seen = (state.seen,) if state.seen else ()
+        batches = self._train.num_batches(state.epoch, *seen)
         if state.batch < batches and not self._finished:
-            self._train.set_position(state.epoch, state.batch)
+            self._train.set_position(state.epoch, state.batch, *seen)
             self._display.begin_epoch(f"epoch {state.epoch + 1}/{config.max_epochs}", batches, state.batch)
             self._clock, self._seen = time.perf_counter(), (self.engine.samples, state.tokens)
             given = self._shares["train"].seen(iter(self._train))
@@ -215,7 +217,7 @@ class Loop:
         validated = state.to_validate
         if validated:
             self._validate()
-        state.epoch, state.batch, state.epoch_told = state.epoch + 1, 0, False
+        state.epoch, state.batch, state.seen, state.epoch_told = state.epoch + 1, 0, 0, False
         if validated or self._finished:
             self._keep()
 
@@ -294,7 +296,7 @@ class Loop:
             raise TrainingError(f"{error}; {self._last_checkpoint()} with another monitor") from None
         loss_sum, tokens = self._processes.sum([state.loss_sum, float(state.tokens)])
         loss = loss_sum / max(tokens, 1.0)
-        begun = state.epoch + (state.batch > 0)
+        begun = state.epoch + (state.batch + state.seen > 0)
         row = {
             "epoch": begun,
             "step": state.step,
@@ -350,9 +352,14 @@ class Loop:
         self._look()
         if not self.engine.is_finite():
             self._not_finite("a weight", self.state.step)
-        self.state.callbacks = states_of(self._callbacks)
-        own = torch.tensor([self.state.loss_sum, self.state.tokens], dtype=torch.float64)
-        self.state.sums = [sums.tolist() for sums in self._processes.gather(own)]
+        state, train = self.state, self._train
+        if isinstance(train, Dealt):
+            state.samples = train.samples_before(state.epoch, state.batch, state.seen)
+        else:
+            state.samples = None if state.batch else 0
+        state.callbacks = states_of(self._callbacks)
+        own = torch.tensor([state.loss_sum, state.tokens], dtype=torch.float64)
+        state.sums = [sums.tolist() for sums in self._processes.gather(own)]
         name = next_name(self._root, self.state.step)
         best = self.engine.collect({f"{BEST}{name}": value for name, value in self._best.items()})
         tensors = self.engine.state_tensors() | best

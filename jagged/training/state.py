@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from jagged.config import DataOptions, flat, spelt
 from jagged.training.errors import CheckpointError, TrainingError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 # What may differ between a checkpoint and the run that goes on from it: none of it changes what the next step computes.
 # `data` and how it is read may, because the fingerprint of what was read is compared.
@@ -22,6 +22,8 @@ _HANDLING = (
     "tensorboard",
 )  # fmt: skip
 _MAY_CHANGE = frozenset(("output", "device", "evaluation.eval_batch_size", *_HANDLING, *_READING))
+# What may differ beside them where the number of processes does: with it the joint batch stays as large as it was.
+_SHARING = frozenset(("batch_size", "max_tokens", "accumulate"))
 
 
 @dataclass
@@ -32,7 +34,11 @@ class TrainState:
         config: the resolved configuration.
         fingerprint: of the data; empty where there is none.
         world_size: processes.
+        total_steps: at whose end linear and cosine schedules are at 0.
+        ahead: how many steps the schedule is further than `step`, because processes that were fewer or more made other steps.
         step: updates of the weights; epoch, batch: where in the training data, both from 0.
+        seen: samples of the epoch that another number of processes had; `batch` counts from behind them.
+        samples: of the epoch, that were trained on until the checkpoint; None in the middle of one whose loader does not tell.
         epoch_told: whether callbacks know that the epoch's last step is done; to_validate: whether a validation comes next.
         loss_sum, tokens: sum of the losses of all rows since the last validation, of this process, and the number of rows.
         sums: both of every process, as they were at the checkpoint.
@@ -49,9 +55,13 @@ class TrainState:
     config: dict[str, Any]
     fingerprint: str
     world_size: int
+    total_steps: int = 0
+    ahead: int = 0
     step: int = 0
     epoch: int = 0
     batch: int = 0
+    seen: int = 0
+    samples: int | None = 0
     epoch_told: bool = False
     to_validate: bool = False
     loss_sum: float = 0.0
@@ -96,23 +106,19 @@ class TrainState:
         """Refuse to go on from this state where `wanted`, the state of a run that starts now, would compute something else.
 
         Raises:
-            TrainingError: other data, another number of processes, or options that differ; the message names them.
+            TrainingError: other data, or options that differ; the message names them.
         """
         if self.fingerprint != wanted.fingerprint:
             raise TrainingError(
                 f"{path}: was trained on other data (fingerprint {self.fingerprint[:12]}..., now {wanted.fingerprint[:12]}...); "
                 "give the data it was trained on, or another output to start again"
             )
-        if self.world_size != wanted.world_size:
-            raise TrainingError(
-                f"{path}: was trained by {self.world_size} processes, now {wanted.world_size}; "
-                "start as many, or choose another output"
-            )
+        allowed = _MAY_CHANGE | _SHARING if self.world_size != wanted.world_size else _MAY_CHANGE
         was, now = flat(self.config), flat(wanted.config)
         differ = [
             name
             for name in {**now, **was}
-            if not self._may_change(name.removeprefix("training."), was) and was.get(name) != now.get(name)
+            if not self._may_change(name.removeprefix("training."), was, allowed) and was.get(name) != now.get(name)
         ]
         # Options that only one of them has go with a tag that differs, which says it.
         told = [name for name in differ if name in was and name in now] or differ
@@ -122,9 +128,9 @@ class TrainState:
                 f"{path}: cannot go on with other options: {', '.join(changed)}; give those it had, or choose another output"
             )
 
-    def _may_change(self, name: str, was: Mapping[str, Any]) -> bool:
+    def _may_change(self, name: str, was: Mapping[str, Any], allowed: frozenset[str]) -> bool:
         if name == "max_epochs":
             # Other schedules end with the last epoch.
             return "constant" in (was.get("schedule"), was.get("training.schedule"))
         # Nothing was selected by it yet.
-        return name in _MAY_CHANGE or (name in ("monitor", "monitor_goal") and not self.history)
+        return name in allowed or (name in ("monitor", "monitor_goal") and not self.history)

@@ -15,9 +15,9 @@ from jagged import artifacts
 from jagged.artifacts import CheckpointError
 from jagged.config import RunOptions, TrainerConfig
 from jagged.metrics import Figures, RunMetrics
-from jagged.models import RankingTask
+from jagged.models import NextItemTask, RankingTask
 from jagged.models.pretrained import save_task
-from jagged.training.batches import Positioned, positioned
+from jagged.training.batches import Dealt, Positioned, positioned
 from jagged.training.callbacks import Callback, load_states
 from jagged.training.checkpoint import latest_checkpoint, load_checkpoint
 from jagged.training.display import Display
@@ -118,7 +118,8 @@ class Trainer:
             train, valid, test: batches: a `DataLoader`, a list, or anything else that can be iterated again and has a length; or
                 a loader with places, `jagged.data.BatchLoader`. On several processes each one's own share, as many batches of
                 `train` in each; the same ones in two processes are refused. Without `test` there are no test figures.
-            resume: go on from the newest checkpoint in `config.output`; without one, start.
+            resume: go on from the newest checkpoint in `config.output`; without one, start. With another number of processes
+                loaders of `jagged.data` deal out anew what an epoch has left; other batches go on between two epochs.
             progress: show a progress bar and messages.
             fingerprint: of the data; a run does not go on with other data.
             write: writes the finished run in place of `jagged.models.save_task`; called in the first process.
@@ -163,13 +164,16 @@ class Trainer:
                     closing.callback(loader.close)
             check_shares(parts["train"], processes)
             total_steps = config.max_epochs * -(-parts["train"].num_batches(0) // config.accumulate)
+            fresh = TrainState(dict(options or config.model_dump()), fingerprint, processes.world_size, total_steps)
+            path = latest_checkpoint(directory / CHECKPOINTS) if resume else None
+            state, tensors = (fresh, {}) if path is None else _kept(path, fresh, config, parts["train"], self.task, processes)
             self.task.to(device)  # type: ignore[attr-defined]
-            engine = Engine(self.task, config, config.precision, processes, total_steps)  # type: ignore[arg-type]
+            engine = Engine(self.task, config, config.precision, processes, state.total_steps)  # type: ignore[arg-type]
             closing.callback(engine.close)
             # Dropout differs between processes; what they share was drawn before.
             torch.manual_seed(config.seed + processes.rank)
-            fresh = TrainState(dict(options or config.model_dump()), fingerprint, processes.world_size)
-            state, best = _resume(engine, directory, fresh, self.callbacks) if resume else (fresh, {})
+            best = {} if path is None else _load(engine, state, tensors, self.callbacks, path)
+            tensors.clear()
             curves = directory / "tensorboard" if config.tensorboard and processes.is_first else None
             with Display(device, curves, state.step, progress and processes.is_first) as display:
                 if state.step:
@@ -220,22 +224,65 @@ def check_shares(loader: Positioned, processes: Processes) -> None:
         )
 
 
-def _resume(
-    engine: Engine, directory: Path, fresh: TrainState, callbacks: Sequence[Callback]
+def _kept(
+    path: Path, fresh: TrainState, config: TrainerConfig, train: Positioned, task: Any, processes: Processes
 ) -> tuple[TrainState, dict[str, torch.Tensor]]:
-    path = latest_checkpoint(directory / CHECKPOINTS)
-    if path is None:
-        return fresh, {}
+    """Where the run of a checkpoint stands, for these processes, and the tensors."""
     tensors, content = load_checkpoint(path)
     state = TrainState.from_json(content, path)
     state.check_resumable(fresh, path)
-    state.config = fresh.config
+    if state.world_size != processes.world_size:
+        _deal_anew(state, fresh, config, train, task, path)
+        # Only the sums over processes are looked at.
+        total = [sum(column) for column in zip(*state.sums, strict=True)]
+        state.sums = [total if rank == 0 else [0.0, 0.0] for rank in range(processes.world_size)]
+    state.config, state.world_size = fresh.config, fresh.world_size
     if state.sums:
-        state.loss_sum, state.tokens = state.sums[engine.processes.rank]
-    engine.load_state_tensors(tensors, state.step)
+        state.loss_sum, state.tokens = state.sums[processes.rank]
+    return state, tensors
+
+
+def _deal_anew(state: TrainState, fresh: TrainState, config: TrainerConfig, train: Positioned, task: Any, path: Path) -> None:
+    """Let what is left of a run be that of another number of processes: the samples, and the steps for them.
+
+    Raises:
+        TrainingError: it stands in the middle of an epoch, and the loader does not know what is left of that, or a process would
+            have a batch of nothing.
+    """
+    if state.samples is None or (state.samples and not isinstance(train, Dealt)):
+        raise TrainingError(
+            f"{path}: was trained by {state.world_size} processes, now {fresh.world_size}, and stands in epoch "
+            f"{state.epoch + 1}; what is left of an epoch is known to loaders of jagged.data, not to a DataLoader or a list; "
+            "start as many, or choose another output"
+        )
+    state.batch, state.seen = 0, state.samples
+    seen = (state.seen,) if state.seen else ()
+    whole = fresh.total_steps // config.max_epochs
+    batches = train.num_batches(state.epoch, *seen)
+    # The task whose item table is split takes batches of nothing; embeddings of TorchRec and means of losses do not.
+    if isinstance(train, Dealt) and not isinstance(task, NextItemTask):
+        samples = train.samples_before(state.epoch, batches, state.seen) - state.seen
+        if samples < batches * fresh.world_size:
+            raise TrainingError(
+                f"{path}: epoch {state.epoch + 1} has {samples} samples left, too few for a batch in each of {fresh.world_size} "
+                "processes; start fewer"
+            )
+    left = -(-batches // config.accumulate) + (config.max_epochs - state.epoch - 1) * whole
+    # Steps behind the warm-up count as many as there are now for the same samples: so the rate does not jump, and ends at 0.
+    at, warm_up = state.step + state.ahead, config.warmup_steps
+    if at > warm_up and (were_left := state.total_steps - at) > 0:
+        at = warm_up + round((at - warm_up) * left / were_left)
+    state.total_steps, state.ahead = at + left, at - state.step
+
+
+def _load(
+    engine: Engine, state: TrainState, tensors: dict[str, torch.Tensor], callbacks: Sequence[Callback], path: Path
+) -> dict[str, torch.Tensor]:
+    """Give a checkpoint's tensors to those they are of; returns the best weights."""
+    engine.load_state_tensors(tensors, state.step + state.ahead)
     load_states(callbacks, state.callbacks, path)
     best = engine.own_rows({name: value for name, value in tensors.items() if name.startswith(BEST)})
-    return state, {name.removeprefix(BEST): value.to(engine.processes.device) for name, value in best.items()}
+    return {name.removeprefix(BEST): value.to(engine.processes.device) for name, value in best.items()}
 
 
 @contextmanager

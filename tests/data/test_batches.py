@@ -5,8 +5,10 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import hypothesis
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -24,6 +26,7 @@ from jagged.data import (
     split_leave_one_out,
     synthetic_sessions,
 )
+from jagged.data.plan import Plan, PlannedLoader
 from tests.data import oracle
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 6), st.just(40)), min_size=1, max_size=25).filter(any)
@@ -127,7 +130,7 @@ def test_every_sample_once_within_the_limits(
             seen += found
         for position in {0, 1, len(batches) // 2, len(batches)} & set(range(len(batches) + 1)):
             loader.set_position(epoch, position)
-            assert loader.position == (epoch, position)
+            assert loader.position == (epoch, position, 0)
             assert_same(loader, batches[position:])
     wanted = naive(part, max_seq_len, not training)
     assert len(counts) == 1
@@ -150,6 +153,41 @@ def test_batches_of_a_size_are_full_but_for_the_last(count: int, batch_size: int
     assert all(max(step) - min(step) <= 1 for step in steps)
     if batch_size > 1:
         assert all(min(step) >= 1 for step in steps)
+
+
+LIMIT = st.one_of(st.tuples(st.integers(1, 9), st.none()), st.tuples(st.none(), st.integers(9, 50)))
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=4, max_size=30),
+    st.lists(st.tuples(st.integers(1, 4), LIMIT, st.integers(0, 3)), max_size=4),
+)
+def test_what_is_left_of_an_epoch_is_dealt_to_any_number_of_ranks(rows: list[int], dealt: list[Any]) -> None:
+    """Ranks, what a batch may hold, and after how many batches other ranks go on; one alone has the rest."""
+    found: list[int] = []
+    seen = 0
+    for world_size, (batch_size, max_tokens), batches in [*dealt, (1, (5, None), 99)]:
+        counts, after = set(), set()
+        for rank in range(world_size):
+            loader = PlannedLoader()
+            loader._plan = plan = Plan(np.array(rows), batch_size, max_tokens, 1, rank, world_size)
+            loader.set_position(3, 0, seen)
+            whole = [samples.tolist() for samples in plan]
+            assert len(whole) == len(loader) == loader.num_batches(3, seen)
+            assert all(len(samples) <= (batch_size or 99) for samples in whole)
+            assert all(sum(rows[sample] for sample in samples) <= (max_tokens or 999) for samples in whole)
+            had = min(batches, len(whole))
+            found += [sample for samples in whole[:had] for sample in samples]
+            # From a place among them, too.
+            loader.set_position(3, had, seen)
+            assert loader.position == (3, had, seen)
+            assert [samples.tolist() for samples in plan] == whole[had:]
+            counts.add(len(whole))
+            after.add(loader.samples_before(3, had, seen))
+        assert len(counts) == 1
+        (seen,) = after
+        assert seen == len(found)
+    assert sorted(found) == list(range(len(rows)))
 
 
 def test_the_order_is_a_function_of_seed_and_epoch() -> None:
@@ -207,7 +245,7 @@ def test_the_position_is_read_when_iteration_begins(sample: SequenceDataset) -> 
     iterator = iter(loader)
     loader.set_position(1, 1)
     assert_same(iterator, whole)
-    assert loader.position == (1, 1)
+    assert loader.position == (1, 1, 0)
 
 
 def test_the_global_random_state_is_left_alone(sample: SequenceDataset) -> None:
@@ -278,6 +316,8 @@ def test_positions_out_of_range(position: tuple[int, int]) -> None:
     loader = BatchLoader(whole_part(of_lengths([3, 3, 3]), True), batch_size=2, max_seq_len=5, shuffle=True, seed=0)
     with pytest.raises(ValueError, match="expected a batch from 0 to 2"):
         loader.set_position(*position)
+    with pytest.raises(ValueError, match=r"^position: got 4 samples before it, expected 0 to 3$"):
+        loader.set_position(0, 0, 4)
 
 
 def test_a_torchrec_pipeline_takes_the_batches(sample: SequenceDataset) -> None:

@@ -15,10 +15,11 @@ import torch
 from jagged.config import TrainerConfig
 from jagged.data import Dataset
 from jagged.models import RankingModel
-from jagged.training import Trainer
+from jagged.training import Callback, Trainer, TrainingError, TrainingInterrupted
 from jagged.training.processes import Processes
+from tests.training.support import outcome
 from tests.training.test_tables import Clicks, Next, events_table, impressions_table
-from tests.training.two_processes import alone, distance, parallel
+from tests.training.two_processes import alone, distance, parallel, with_other_processes
 
 # Of a step, in all processes.
 ROWS = 64
@@ -76,6 +77,34 @@ def main() -> None:
         one, two = (moving(torch.load(root / f"{name}.{count}", weights_only=True)) for count in (1, 2))
         figures = [json.loads((root / f"{name}.{place}").read_text()) for place in ("1.0", "2.0", "2.1")]
         result[name] = {"distance": distance(one, two), "figures": figures}
+
+    def in_batches(directory: Path, processes: Processes, watched: Callback, batch_size: int = ROWS) -> None:
+        """Two epochs of batches as large in each process however many there are, so that the steps are others."""
+        split = Dataset.load(root / "ranking").split(by="time", valid=0.2, test=0.2)
+        torch.manual_seed(0)
+        share = {"max_history": 10, "rank": processes.rank, "world_size": processes.world_size}
+        train = split.train.loader(batch_size=batch_size, shuffle=True, **share)
+        options = {"max_epochs": 2, "learning_rate": 0.001, "schedule": "cosine", "warmup_steps": 5, "table_optimizer": "adagrad"}
+        config = TrainerConfig(output=str(directory), monitor="auc", device="cpu", **options)
+        held_out = split.valid.loader(batch_size=100, **share)
+        Trainer(RankingModel.of(split), config, callbacks=[watched]).fit(train, held_out, resume=True, progress=False)
+
+    # Four numbers of processes in the second epoch, of 19 steps in one process.
+    for name, parts in (("never stopped", [(1, None)]), ("others", [(1, 25), (2, 26), (4, 27), (1, None)])):
+        kept = with_other_processes(root, name, parts, RankingModel, lambda batch: batch.rows, in_batches)
+        result[name] = {"kept": kept, "history": outcome(root / name)["history"]}
+
+    def too_few(directory: Path, processes: Processes, watched: Callback) -> None:
+        """All but three requests are in the first batch."""
+        try:
+            in_batches(directory, processes, watched, 1197)
+        except TrainingInterrupted:
+            raise
+        except TrainingError as error:
+            (root / f"too few.{processes.rank}").write_text(str(error))
+
+    with_other_processes(root, "few", [(1, 1), (4, None)], RankingModel, lambda batch: batch.rows, too_few)
+    result["too few"] = [(root / f"too few.{rank}").read_text() for rank in range(4)]
     print(json.dumps(result))
 
 

@@ -132,11 +132,13 @@ class Idle(Clicks):
         self.idle = nn.Linear(2, 2)
 
 
-def fit(directory: Path, processes: Processes, *callbacks: Callback, resume: bool = False, task: Any = None) -> Any:
+def fit(
+    directory: Path, processes: Processes, *callbacks: Callback, resume: bool = False, task: Any = None, max_epochs: int = 3
+) -> Any:
     torch.manual_seed(1)
     rank = processes.rank
     parts = loader(Rows(seed=rank), shuffle=True), loader(Rows(30, rank)), loader(Rows(20, rank + 7))
-    trainer = Trainer(task or Clicks(dropout=0.3), config(directory, max_epochs=3), callbacks=callbacks)
+    trainer = Trainer(task or Clicks(dropout=0.3), config(directory, max_epochs=max_epochs), callbacks=callbacks)
     return trainer.fit(*parts, resume=resume, progress=False)
 
 
@@ -273,6 +275,18 @@ def main() -> None:
     result["asked"] = [read(f"asked.{rank}")[:2] for rank in range(2)]
     result["same"] = outcome(root / "run") == outcome(root / "stopped")
     result["calls"] = [read(f"{name}.0")[2] for name in ("run", "stopped")]
+
+    def alone_now(processes: Processes) -> None:
+        try:
+            fit(root / "slow", processes, Told(), resume=True)
+        except TrainingError as error:
+            told("slow alone", str(error))
+        # It stands between two epochs.
+        found = fit(root / "run", processes, Told(), resume=True, max_epochs=4)
+        told("run alone", [found.steps, len(found.history)])
+
+    alone(alone_now)
+    result["alone"] = [read("slow alone"), read("run alone")]
 
     parallel(root, "idle", lambda p: told(f"idle.{p.rank}", fit(root / "idle", p, task=Idle()).steps))
     result["idle"] = [read(f"idle.{rank}") for rank in range(2)]

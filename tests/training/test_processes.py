@@ -13,6 +13,7 @@ import torch
 from jagged.training import TrainingError
 from jagged.training.processes import process_group, resolve_device
 from tests.processes import told_by
+from tests.training.two_processes import steps_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +55,24 @@ def test_a_whole_run_on_two_processes(result: dict[str, Any]) -> None:
     for losses in ("losses", "sampled losses"):
         two, one = result[losses]
         assert two == pytest.approx(one, rel=1e-3), losses
+
+
+def test_a_run_goes_on_with_any_number_of_processes(result: dict[str, Any]) -> None:
+    whole, others = result["never stopped"], result["others"]
+    assert [len(part) for part in others["kept"]] == [1, 2, 4, 1]
+    # All of a step's users, in each of the steps.
+    assert steps_of(others["kept"]) == steps_of(whole["kept"])
+    for epoch in range(3):
+        assert sorted(user for of, users in steps_of(others["kept"]) if of == epoch for user in users) == list(range(40))
+    # Weights and moments are the checkpoint's, bit for bit.
+    assert [part[0]["loaded"] for part in others["kept"]] == [[], [True], [True], [True]]
+    for one, other in zip(whole["history"], others["history"], strict=True):
+        assert [other[name] for name in ("epoch", "step", "learning_rate")] == [
+            one[name] for name in ("epoch", "step", "learning_rate")
+        ]
+        # The sums of a step are in another order.
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
+        assert other["monitored"] == pytest.approx(one["monitored"], rel=1e-3)
 
 
 def test_a_group_is_taken_down_by_who_made_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pickle
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from jagged.modules import JaggedPooling, JaggedSelfAttention
 from jagged.training import Callback, Progress, Trainer, TrainingError
 from tests.processes import told_by
 from tests.test_docs import ROOT
+from tests.training.two_processes import steps_of
 
 
 class Clicks(Task):
@@ -414,6 +416,32 @@ def test_two_processes_train_on_a_table_as_one_does(processes: dict[str, Any], n
         assert figures["test"].keys() == one["test"].keys()
         for group, of in one["test"].items():
             assert figures["test"][group] == pytest.approx(of, rel=limit)
+
+
+def test_a_run_on_a_table_goes_on_with_any_number_of_processes(processes: dict[str, Any]) -> None:
+    """With batches as large in each of them, so that the rest of the run has other steps."""
+    whole, others = processes["never stopped"], processes["others"]
+    assert [len(part) for part in others["kept"]] == [1, 2, 4, 1]
+    for epoch in range(2):
+        once = sorted(row for of, rows in steps_of(whole["kept"]) if of == epoch for row in rows)
+        assert sorted(row for of, rows in steps_of(others["kept"]) if of == epoch for row in rows) == once == sorted(set(once))
+    assert [len(rows) for of, rows in steps_of(others["kept"]) if of == 1] == [64] * 6 + [128, 256] + [64] * 6 + [48]
+    assert [part[0]["loaded"] for part in others["kept"]] == [[], [True], [True], [True]]
+    # The rate has no jump, and ends at 0.
+    rates = [part[0]["rates"] for part in others["kept"]]
+    for before, after in itertools.pairwise(rates):
+        assert after[0] == pytest.approx(before[-1], abs=2e-5)
+    assert rates[-1][-1] == 0
+    ends = [run["history"][-1] for run in (whole, others)]
+    assert ends[1]["loss"] == pytest.approx(ends[0]["loss"], rel=0.02)
+    assert ends[1]["valid"]["click"]["logloss"] == pytest.approx(ends[0]["valid"]["click"]["logloss"], rel=0.01)
+
+
+def test_processes_that_would_have_no_request_are_refused(processes: dict[str, Any]) -> None:
+    line = (
+        "ROOT/few/checkpoints/step-00000001: epoch 1 has 3 samples left, too few for a batch in each of 4 processes; start fewer"
+    )
+    assert processes["too few"] == [line] * 4
 
 
 @pytest.fixture(scope="module")

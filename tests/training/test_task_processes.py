@@ -103,6 +103,14 @@ def test_the_run_goes_on_as_if_nothing_had_been(result: dict[str, Any]) -> None:
     assert [call for call in result["calls"][0] if call[0] == "epoch"] == EPOCHS
 
 
+def test_a_data_loader_goes_on_with_another_number_between_epochs_alone(result: dict[str, Any]) -> None:
+    line = (
+        "ROOT/slow/checkpoints/step-00000008: was trained by 2 processes, now 1, and stands in epoch 2; what is left of an epoch "
+        "is known to loaders of jagged.data, not to a DataLoader or a list; start as many, or choose another output"
+    )
+    assert result["alone"] == [line, [24, 4]]
+
+
 def test_a_callback_of_one_process_ends_all(result: dict[str, Any]) -> None:
     assert result["asked"] == [[12, "enough"], [12, "enough"]]
 

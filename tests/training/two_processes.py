@@ -6,8 +6,10 @@ It imports everything once and forks the processes. Usage: `python -m tests.trai
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +21,8 @@ from jagged.config import TrainerConfig
 from jagged.data import BatchLoader, SequenceBatch, split_leave_one_out
 from jagged.models import NextItemTask, build
 from jagged.modules import GroupSparseHead, InBatchSampler, SampledCrossEntropyHead, UniformSampler
+from jagged.runs.training import train
+from jagged.training import Callback, Progress, TrainingInterrupted, loop
 from jagged.training.checkpoint import load_checkpoint, save_checkpoint
 from jagged.training.engine import Engine
 from jagged.training.processes import Processes, process_group
@@ -161,6 +165,91 @@ def _in_group(work: Callable[[Processes], Any]) -> None:
         work(processes)
 
 
+class Watched(Callback):
+    """Keeps what each step of this process was trained on, and the rate after it; ends the process's run after a step.
+
+    Args:
+        kind: of the task, which is changed.
+        ids: of a batch's samples.
+        last: the step; None: the run comes to its end.
+    """
+
+    def __init__(self, kind: type, ids: Callable[[Any], torch.Tensor], last: int | None) -> None:
+        self.last = last
+        self.ids: list[int] = []
+        self.trained_on: list[Any] = []
+        self.rates: list[float] = []
+        self.loaded: list[bool] = []
+        forward, load, watched = kind.forward, Engine.load_state_tensors, self  # type: ignore[attr-defined]
+
+        def forward_and_keep(self: Any, batch: Any) -> Any:
+            if self.training:
+                watched.ids += ids(batch).tolist()
+            return forward(self, batch)
+
+        def load_and_compare(self: Engine, tensors: dict[str, torch.Tensor], steps: int) -> None:
+            load(self, tensors, steps)
+            now = self.state_tensors()
+            if self.processes.is_first:
+                kept = {name: value for name, value in tensors.items() if name.startswith(("task.", "optimizer."))}
+                assert any("optimizer.exp_avg_sq." in name or "optimizer.sum." in name for name in kept)
+                same_names = kept.keys() == {name for name in now if not name.startswith("random.")}
+                watched.loaded.append(same_names and all(torch.equal(value, now[name]) for name, value in kept.items()))
+
+        kind.forward = forward_and_keep  # type: ignore[attr-defined]
+        Engine.load_state_tensors = load_and_compare  # type: ignore[method-assign, assignment]
+        loop._AGREE_SECONDS = 0.0
+
+    def on_start(self, progress: Progress) -> None:
+        # The forecast's forward pass is no training.
+        self.ids = []
+        self.rates.append(progress._optimizer.learning_rate)
+
+    def on_step(self, progress: Progress) -> None:
+        self.trained_on.append([progress.state.epoch, self.ids])
+        self.ids = []
+        self.rates.append(progress._optimizer.learning_rate)
+        if progress.state.step == self.last:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def with_other_processes(
+    root: Path,
+    name: str,
+    parts: Sequence[tuple[int, int | None]],
+    kind: type,
+    ids: Callable[[Any], torch.Tensor],
+    trained: Callable[[Path, Processes, Callback], Any],
+) -> list[list[dict[str, Any]]]:
+    """A run in parts, each of so many processes until after a step; what each process of each part kept."""
+    found = []
+    for number, (count, last) in enumerate(parts):
+
+        def work(processes: Processes, number: int = number, last: int | None = last) -> None:
+            watched = Watched(kind, ids, last)
+            try:
+                trained(root / name, processes, watched)
+                assert last is None
+            except TrainingInterrupted:
+                assert last is not None
+            kept = {"trained on": watched.trained_on, "rates": watched.rates, "loaded": watched.loaded}
+            (root / f"{name}.{number}.{processes.rank}.kept").write_text(json.dumps(kept))
+
+        parallel(root, f"{name}.{number}", work, count)
+        found.append([json.loads((root / f"{name}.{number}.{rank}.kept").read_text()) for rank in range(count)])
+    return found
+
+
+def steps_of(kept: Sequence[Sequence[dict[str, Any]]]) -> list[tuple[int, list[int]]]:
+    """Of a run as `with_other_processes` gives it the epoch of each step, and what all processes were trained on in it."""
+    found = []
+    for part in kept:
+        for step in zip(*(process["trained on"] for process in part), strict=True):
+            (epoch,) = {epoch for epoch, _ in step}
+            found.append((epoch, sorted(one for _, ids in step for one in ids)))
+    return found
+
+
 def main() -> None:
     root = Path(sys.argv[1])
     torch.set_num_threads(1)
@@ -255,6 +344,16 @@ def main() -> None:
         BatchLoader(split_leave_one_out(dataset).train, batch_size=4, max_seq_len=12, shuffle=True, seed=0, rank=r, world_size=2)
         for r in range(2)
     ]
+
+    # A step has as many users, in one process of two batches; one part ends with an epoch's last step, before its validation.
+    def with_joint_batches(directory: Path, processes: Processes, watched: Callback) -> None:
+        sizes = {1: {"batch_size": 4, "accumulate": 2}, 2: {"batch_size": 4}, 4: {"batch_size": 2}}[processes.world_size]
+        options = {"dropout": 0.0, "schedule": "cosine", "warmup_steps": 3}
+        train(tiny_config(directory, **options, **sizes), dataset, callbacks=[watched], resume=True, progress=False)
+
+    for name, parts in (("never stopped", [(1, None)]), ("others", [(1, 2), (2, 5), (4, 7), (1, None)])):
+        kept = with_other_processes(root, name, parts, NextItemTask, lambda batch: batch.users, with_joint_batches)
+        result[name] = {"kept": kept, "history": outcome(root / name)["history"]}
     result["expected_steps"] = loaders[0].num_batches(0) * tiny_config("x").training.max_epochs
     print(json.dumps(result))
 
