@@ -24,7 +24,6 @@ from jagged.ops import (
     linear_cross_entropy,
     sampled_linear_cross_entropy,
 )
-from jagged.ops.sampled_cross_entropy.checks import gbce_weight
 
 
 class HeadOutput(NamedTuple):
@@ -260,6 +259,8 @@ class SampledCrossEntropyHead(JaggedModule):
         check_sampled_options(loss, correction, sampler.count is not None, sampler.knows_probabilities, renormalise)
         if not temperature > 0:
             raise ValueError(f"temperature: expected a number above 0, got {temperature}")
+        if not 0 <= gbce_t <= 1:
+            raise ValueError(f"gbce_t: expected a number from 0 to 1, got {gbce_t}")
         self.sampler = sampler
         self.loss: Loss = loss
         self.correction: Correction = correction
@@ -358,7 +359,7 @@ class SampledCrossEntropyHead(JaggedModule):
         loss = self._loss(values, rows, targets, negatives, number, as_bce, ignore_index=NO_ITEM)
         if self.loss == "gbce":
             # The operator would count the items that were fetched for the catalogue.
-            more = gbce_weight(ids.shape[-1], split.num_rows, self.gbce_t) - 1
+            more = self.gbce_t * (ids.shape[-1] / max(split.num_rows - 1, 1) - 1)
             dtype = torch.promote_types(values.dtype, torch.float32)
             scores = (values.to(dtype) * rows[targets.clamp(min=0)]).sum(1) / self.temperature
             positives = nn.functional.softplus(-scores).masked_fill(~is_target, 0).sum() / is_target.sum().clamp(min=1)

@@ -283,7 +283,14 @@ class TrainerConfig(LoopOptions, RunOptions):
 class TrainingOptions(LoopOptions):
     """How it is trained."""
 
-    batch_size: int = option(256, "users per step and process", when={"max_tokens": (None,)}, ge=1)
+    batch_size: int = option(
+        256, "users per step and process, of several processes on average", when={"max_tokens": (None,)}, ge=1
+    )
+    balance: Literal["lengths", "squares"] = option(
+        "lengths",
+        "several processes: the work of users by which they are dealt: their lengths, or squares of these",
+        when={"max_tokens": (None,)},
+    )
     max_tokens: int | None = option(None, "events per step and process, instead of batch_size", ge=1)
     num_workers: int = option(0, "loader processes", ge=0)
     monitor: str = option(

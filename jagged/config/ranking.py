@@ -205,7 +205,14 @@ class RankingOptions(ModelOptions):
 class RankingTrainingOptions(LoopOptions):
     """How it is trained."""
 
-    batch_size: int = option(256, "requests per step and process", when={"max_tokens": (None,)}, ge=1)
+    batch_size: int = option(
+        256, "requests per step and process, of several processes on average", when={"max_tokens": (None,)}, ge=1
+    )
+    balance: Literal["lengths", "squares"] = option(
+        "lengths",
+        "several processes: the work of requests by which they are dealt: their lengths, or squares of these",
+        when={"max_tokens": (None,)},
+    )
     max_tokens: int | None = option(None, "events of histories and candidates per step and process, instead of batch_size", ge=1)
     num_workers: int = option(0, "loader processes", ge=0)
     max_epochs: int = option(20, "most passes over the training data", ge=1)

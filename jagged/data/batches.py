@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from jagged.data.gather import BatchSource, only_with_parent
-from jagged.data.plan import Plan, PlannedLoader
+from jagged.data.plan import Balance, Plan, PlannedLoader
 from jagged.data.splits import SequencePart
 from jagged.ops import trust_values
 
@@ -100,7 +100,8 @@ class BatchLoader(PlannedLoader):
 
     Args:
         part: the samples. Without targets they are for training: inputs `x_0 .. x_{n-1}`, targets `x_1 .. x_n`.
-        batch_size: samples a batch and rank; the last batches of an epoch may be smaller. Give this or `max_tokens`.
+        batch_size: samples a batch and rank; the last batches of an epoch may be smaller. Give this or `max_tokens`. With
+            `shuffle` and several ranks it is their mean: a step's samples go to the ranks by their work.
         max_tokens: most rows (`sum L`) a batch and rank; samples are packed in order up to it. At least `max_seq_len`.
         max_seq_len: most rows a sample; the oldest events of a longer history are left out.
         shuffle: a new order each epoch; otherwise the order of the part.
@@ -108,6 +109,8 @@ class BatchLoader(PlannedLoader):
         num_workers: processes that build batches; 0 builds them in this one. The events are mapped by each of them, not copied.
         pin_memory: hand batches out in page-locked memory (where there is a CUDA device).
         rank, world_size: this process's share.
+        balance: what the work of a sample is: its rows, `"lengths"`, or their square, `"squares"`, as attention over long
+            histories takes them.
         with_viewed: evaluation: also hand out the whole history of each user.
         with_times: also hand out the time of each row.
         multiprocessing_context: how workers start ("fork", "spawn", "forkserver"); None for Python's default.
@@ -129,6 +132,7 @@ class BatchLoader(PlannedLoader):
         pin_memory: bool = False,
         rank: int = 0,
         world_size: int = 1,
+        balance: Balance = "lengths",
         with_viewed: bool = False,
         with_times: bool = False,
         multiprocessing_context: str | None = None,
@@ -142,7 +146,7 @@ class BatchLoader(PlannedLoader):
         if with_times and part.dataset.timestamps is None:
             raise ValueError(NO_TIMES)
         rows = (part.lengths - int(part.target is None)).clamp(0, max_seq_len).numpy()
-        self._plan = Plan(rows, batch_size, max_tokens, seed if shuffle else None, rank, world_size)
+        self._plan = Plan(rows, batch_size, max_tokens, seed if shuffle else None, rank, world_size, balance)
         if max_tokens is not None and max_tokens < max_seq_len:
             raise ValueError(
                 f"max_tokens: got {max_tokens}, expected at least max_seq_len ({max_seq_len}), or a long sample fits no batch"

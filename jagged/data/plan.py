@@ -7,7 +7,7 @@ rest can be dealt to other ranks, which have to know no more than how many came.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 IntArray = npt.NDArray[np.int64]
+Balance = Literal["lengths", "squares"]
 
 
 class Plan(Sampler[IntArray]):
@@ -26,6 +27,8 @@ class Plan(Sampler[IntArray]):
         max_tokens: most of the budget for a batch and rank.
         seed: of the order, a new one each epoch; None for that of the samples.
         rank, world_size: this process's share.
+        balance: the work of a sample, by which a step's samples are dealt to the ranks where a batch has so many samples and an
+            order is drawn: its rows, or their square, as attention takes them.
 
     Attributes:
         epoch, batch: the position, both from 0.
@@ -43,7 +46,10 @@ class Plan(Sampler[IntArray]):
         seed: int | None,
         rank: int,
         world_size: int,
+        balance: Balance = "lengths",
     ) -> None:
+        if balance not in get_args(Balance):
+            raise ValueError(f"balance: got {balance!r}, expected 'lengths' or 'squares'")
         if (batch_size is None) == (max_tokens is None):
             raise ValueError(f"batch_size, max_tokens: got {batch_size}, {max_tokens}, expected exactly one of them")
         if batch_size is not None and batch_size < 1:
@@ -58,6 +64,7 @@ class Plan(Sampler[IntArray]):
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
+        self.balance = balance
         self.epoch = 0
         self.batch = 0
         self.seen = 0
@@ -88,6 +95,8 @@ class Plan(Sampler[IntArray]):
                 if self.batch_size
                 else self._by_tokens(order, min(self.max_tokens or 0, int(self.rows.sum())))
             )
+            if self.batch_size and self.world_size > 1 and self.seed is not None:
+                order, bounds = self._balanced(order, bounds)
             self._planned = (epoch, seen), order, bounds
         return self._planned[1], self._planned[2]
 
@@ -109,6 +118,34 @@ class Plan(Sampler[IntArray]):
         head = np.arange(full * self.world_size, dtype=np.int64) * batch_size
         tail = np.linspace(full * step, samples, tail_steps * self.world_size + 1, dtype=np.int64)
         return np.concatenate((head, tail))
+
+    def _balanced(self, order: IntArray, bounds: IntArray) -> tuple[IntArray, IntArray]:
+        """Deal the samples of each step anew: from the most work to the least, each to the rank that has least so far.
+
+        A step has the samples that it had, and a rank keeps their order. Of steps of one size all are dealt at once.
+        """
+        order, bounds = order.copy(), bounds.copy()
+        ranks, begins = self.world_size, bounds[:: self.world_size]
+        sizes = np.diff(begins)
+        # A sample without rows is work, too, so that every rank has one.
+        work = self.rows[order].astype(np.float64) + 1
+        if self.balance == "squares":
+            work *= work
+        for size in np.unique(sizes):
+            steps = np.flatnonzero(sizes == size)
+            places = begins[steps][:, None] + np.arange(size)
+            by_work = np.argsort(-work[places], axis=1, kind="stable")
+            loads, dealt = np.zeros((len(steps), ranks)), np.empty(places.shape, np.int64)
+            rows = np.arange(len(steps))
+            for column in by_work.T:
+                least = loads.argmin(1)
+                loads[rows, least] += work[places[rows, column]]
+                dealt[rows, column] = least
+            order[places] = np.take_along_axis(order[places], np.argsort(dealt, axis=1, kind="stable"), 1)
+            counts = (dealt[:, :, None] == np.arange(ranks)).sum(1)
+            ends = begins[steps][:, None] + counts.cumsum(1)
+            bounds[steps[:, None] * ranks + np.arange(1, ranks + 1)] = ends
+        return order, bounds
 
     def _by_tokens(self, order: IntArray, max_tokens: int) -> IntArray:
         filled = np.cumsum(self.rows[order])

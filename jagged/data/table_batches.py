@@ -27,6 +27,7 @@ from jagged.data.unseen import Unseen
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+    from jagged.data.plan import Balance
     from jagged.data.table_loader import RequestLoader
 
 IntArray = npt.NDArray[np.int64]
@@ -414,6 +415,7 @@ class Part:
         pin_memory: bool = False,
         rank: int = 0,
         world_size: int = 1,
+        balance: Balance = "lengths",
         multiprocessing_context: str | None = None,
         progress: bool = True,
     ) -> RequestLoader:
@@ -431,6 +433,7 @@ class Part:
 
         Args:
             batch_size: requests of a batch and rank; the last batches of an epoch may be smaller. Give this or `max_tokens`.
+                With `shuffle` and several ranks it is their mean: a step's requests go to the ranks by their work.
             max_tokens: most events of histories and candidates together for a batch and rank; requests are packed in order up
                 to it. As many as the largest request has, or more. A request with negatives counts as if it had all n. Histories
                 are those of which `max_history` speaks.
@@ -449,6 +452,8 @@ class Part:
                 the last tensor of a batch is gone, and `Batch.to` and copies on the current stream are done. Who copies single
                 tensors with `non_blocking` on another stream keeps the batch until that is done.
             rank, world_size: this process's share.
+            balance: what the work of a request is: its events and candidates, `"lengths"`, or their square, `"squares"`, as
+                attention over long histories takes them.
             multiprocessing_context: how workers start ("fork", "spawn", "forkserver"); None for Python's default.
             progress: show a bar on a terminal where making ready to draw negatives takes longer than two seconds.
 
@@ -466,7 +471,7 @@ class Part:
         return RequestLoader(
             self, drawing, batch_size=batch_size, max_tokens=max_tokens, max_history=max_history, shuffle=shuffle, seed=seed,
             unseen=unseen, num_workers=num_workers, pin_memory=pin_memory, rank=rank, world_size=world_size,
-            multiprocessing_context=multiprocessing_context,
+            balance=balance, multiprocessing_context=multiprocessing_context,
         )  # fmt: skip
 
     def sizes(self, max_history: int | None, drawing: Drawing | None = None) -> tuple[IntArray, IntArray]:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from jagged.data.gather import only_with_parent
 from jagged.data.negatives import Drawing
 from jagged.data.packed import Packed
-from jagged.data.plan import Plan, PlannedLoader
+from jagged.data.plan import Balance, Plan, PlannedLoader
 from jagged.data.slots import Slots, forget
 from jagged.data.table_batches import Batch, Part
 from jagged.data.unseen import Unseen
@@ -51,6 +51,7 @@ class RequestLoader(PlannedLoader):
         pin_memory: bool,
         rank: int,
         world_size: int,
+        balance: Balance,
         multiprocessing_context: str | None,
     ) -> None:
         if num_workers < 0:
@@ -61,7 +62,7 @@ class RequestLoader(PlannedLoader):
             raise ValueError(f"unseen: got {unseen!r}, expected a share from 0 to 1")
         events, candidates = part.sizes(max_history, drawing)
         sizes = events + candidates
-        self._plan = Plan(sizes, batch_size, max_tokens, seed if shuffle else None, rank, world_size)
+        self._plan = Plan(sizes, batch_size, max_tokens, seed if shuffle else None, rank, world_size, balance)
         if max_tokens is not None and max_tokens < (largest := int(sizes.max())):
             raise ValueError(
                 f"max_tokens: got {max_tokens}, expected at least {largest}, the events and candidates of the largest request; "

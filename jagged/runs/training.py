@@ -207,7 +207,8 @@ def _loaders(
     }
     try:
         tokens = config.training.max_tokens
-        size: dict[str, Any] = {"max_tokens": tokens} if tokens else {"batch_size": config.training.batch_size}
+        of = config.training
+        size: dict[str, Any] = {"max_tokens": tokens} if tokens else {"batch_size": of.batch_size, "balance": of.balance}
         train_loader = BatchLoader(split.train, shuffle=True, **size, **common)
         common.update(batch_size=config.evaluation.eval_batch_size, shuffle=False)
         users = config.evaluation.validate_users

@@ -371,6 +371,10 @@ def test_messages() -> None:
             "renormalise: needs a fixed number of negatives",
         ),
         (lambda: SampledCrossEntropyHead(samplers()["in-batch"], temperature=0), "temperature: expected a number above 0, got 0"),
+        (
+            lambda: SampledCrossEntropyHead(UniformSampler(5, 2), loss="gbce", gbce_t=1.5),
+            "gbce_t: expected a number from 0 to 1, got 1.5",
+        ),
         (lambda: SampledCrossEntropyHead(UniformSampler(5, 2))(hidden, torch.zeros(6, DIM), ids), "weight: expected 5 items"),
         (lambda: CutCrossEntropyHead(softcap=3.0, split=split), "softcap: a head whose items are split over processes"),
         (lambda: CutCrossEntropyHead(class_weight=torch.ones(3), split=split), "class_weight: a head whose items are split"),

@@ -151,7 +151,8 @@ def _loaders(config: RankingConfig, split: Split, processes: Processes) -> tuple
             "data.label: the table has no label; name one, or let items be drawn beside each row's own one by data.negatives"
         )
     tokens = config.training.max_tokens
-    size: dict[str, Any] = {"max_tokens": tokens} if tokens else {"batch_size": config.training.batch_size}
+    of = config.training
+    size: dict[str, Any] = {"max_tokens": tokens} if tokens else {"batch_size": of.batch_size, "balance": of.balance}
     try:
         train_loader = split.train.loader(shuffle=True, unseen=config.data.unseen_share, **size, **common)
         held_out = {"batch_size": config.evaluation.eval_batch_size, **common}
