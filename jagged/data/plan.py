@@ -135,15 +135,18 @@ class Plan(Sampler[IntArray]):
             steps = np.flatnonzero(sizes == size)
             places = begins[steps][:, None] + np.arange(size)
             by_work = np.argsort(-work[places], axis=1, kind="stable")
-            loads, dealt = np.zeros((len(steps), ranks)), np.empty(places.shape, np.int64)
-            rows = np.arange(len(steps))
-            for column in by_work.T:
-                least = loads.argmin(1)
-                loads[rows, least] += work[places[rows, column]]
-                dealt[rows, column] = least
+            # A row for each place in that order, which is one after the other in memory.
+            sorted_work = np.ascontiguousarray(np.take_along_axis(work[places], by_work, 1).T)
+            loads, sorted_ranks = np.zeros((ranks, len(steps))), np.empty(sorted_work.shape, np.int16)
+            columns = np.arange(len(steps))
+            for of, least in zip(sorted_work, sorted_ranks, strict=True):
+                least[:] = loads.argmin(0)
+                loads[least, columns] += of
+            dealt = np.empty(places.shape, np.int16)
+            np.put_along_axis(dealt, by_work, sorted_ranks.T, 1)
             order[places] = np.take_along_axis(order[places], np.argsort(dealt, axis=1, kind="stable"), 1)
-            counts = (dealt[:, :, None] == np.arange(ranks)).sum(1)
-            ends = begins[steps][:, None] + counts.cumsum(1)
+            counts = np.bincount((columns[:, None] * ranks + dealt).ravel(), minlength=len(steps) * ranks)
+            ends = begins[steps][:, None] + counts.reshape(-1, ranks).cumsum(1)
             bounds[steps[:, None] * ranks + np.arange(1, ranks + 1)] = ends
         return order, bounds
 
