@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torchrec.distributed.dist_data import KJTAllToAll
+from torchrec.distributed.dist_data import KJTAllToAll, PooledEmbeddingsAllToAll
 from torchrec.distributed.embedding_sharding import (
     BaseEmbeddingDist,
     BaseSparseFeaturesDist,
@@ -29,8 +29,10 @@ from torchrec.distributed.embeddingbag import (
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
+from torchrec.distributed.sharding.twrw_sharding import TwRwSparseFeaturesDist
 from torchrec.distributed.types import (
     Awaitable,
+    CommOp,
     LazyAwaitable,
     LazyGetItemMixin,
     NoWait,
@@ -50,8 +52,12 @@ from jagged.modules.embedding_bags_shards import ShardLookup, optimizers_of
 from jagged.modules.table_sharding import (
     DATA_PARALLEL,
     FUSED,
+    OF_HOSTS,
     ROW_WISE,
+    ROWS_OF_HOSTS,
+    SHARDING_TYPES,
     TablesSharder,
+    check_hosts,
     checked_keys,
     checked_plan,
     draw_shards,
@@ -88,7 +94,7 @@ class _ToAll(BaseSparseFeaturesDist):  # type: ignore[misc]
 class _ToRows(BaseSparseFeaturesDist):  # type: ignore[misc]
     """Ids to the processes that have their rows; FBGEMM's kernel that deals them out does not run for a batch of no samples."""
 
-    def __init__(self, rows: RwSparseFeaturesDist) -> None:
+    def __init__(self, rows: RwSparseFeaturesDist | TwRwSparseFeaturesDist) -> None:
         super().__init__()
         self._rows = rows
 
@@ -96,7 +102,10 @@ class _ToRows(BaseSparseFeaturesDist):  # type: ignore[misc]
         lengths = features.lengths()
         if lengths.numel():
             return self._rows(features)
-        keys = features.keys() * self._rows._world_size
+        if isinstance(self._rows, TwRwSparseFeaturesDist):
+            keys = [features.keys()[place % len(features.keys())] for place in self._rows._sf_staggered_shuffle]
+        else:
+            keys = features.keys() * self._rows._world_size
         sizes: dict[str, Any] = {"stride": 0}
         if features.variable_stride_per_key():
             sizes = {"stride_per_key_per_rank": [[0]] * len(keys)}
@@ -174,9 +183,12 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
         self._features = list(dict.fromkeys(name for table in self._embedding_bag_configs for name in table.feature_names))
         # Whether features have batch sizes of their own where they are exchanged; unknown before the first batch.
         self._is_varied: bool | None = None
+        # TorchRec does not reduce batches of several sizes in hosts of a grid, so there each sample's bags are exchanged.
+        self._can_vary = not any(sharding.sharding_type in ROWS_OF_HOSTS for sharding in plan.values())
+        of_rows = {name for name, sharding in plan.items() if sharding.sharding_type in (ROW_WISE, *ROWS_OF_HOSTS)}
         # For each feature of the output, if it is a mean that is a sum until all its rows have come together, its key.
         self._undivided = [
-            feature if table.pooling == PoolingType.MEAN and plan[table.name].sharding_type == ROW_WISE else None
+            feature if table.pooling == PoolingType.MEAN and table.name in of_rows else None
             for table in self._embedding_bag_configs
             for feature in table.feature_names
         ]
@@ -208,14 +220,20 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
     def _create_input_dist(self, input_feature_names: list[str]) -> None:
         super()._create_input_dist(input_feature_names)
         for place, sharding_type in enumerate(self._sharding_types):
-            if sharding_type == ROW_WISE:
+            if sharding_type in (ROW_WISE, *ROWS_OF_HOSTS):
                 self._input_dists[place] = _ToRows(self._input_dists[place])
 
     def _create_output_dist(self) -> None:
         super()._create_output_dist()
         for place, (sharding, sharding_type) in enumerate(zip(self._embedding_shardings, self._sharding_types, strict=True)):
-            if sharding_type == ROW_WISE and dist.get_backend(sharding._pg) != "nccl":
+            if sharding_type not in (ROW_WISE, *ROWS_OF_HOSTS) or dist.get_backend(sharding._pg) == "nccl":
+                continue
+            if sharding_type == ROW_WISE:
                 self._output_dists[place] = _ExchangedSums(sharding, self._device)
+            else:
+                of_hosts = self._output_dists[place]
+                of_hosts._create_output_dist_modules()
+                of_hosts._intra_dist = _HostSums(sharding, self._device)
         if self._is_fused:
             # Until states are made: TorchRec 1.6 would now wrap the lookups of copies, as `init_data_parallel` does later ones'.
             self._kept_shardings: list[Any] = self._embedding_shardings
@@ -281,7 +299,7 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
             found = self._of_all(_VARIED if own else _PLAIN)
             if found == _REFUSED:
                 raise ValueError("features: another process refused its first batch; the error there says why")
-            self._is_varied = found == _VARIED
+            self._is_varied = found == _VARIED and self._can_vary
         if not own and not self._is_varied:
             return features, None
         sizes = features.stride_per_key()
@@ -391,6 +409,22 @@ class _ExchangedSums(TwPooledEmbeddingDist):  # type: ignore[misc]
         return awaitable
 
 
+class _HostSums(PooledEmbeddingsAllToAll):  # type: ignore[misc]
+    """The same of the parts of a host's processes."""
+
+    def __init__(self, sharding: EmbeddingSharding, device: torch.device) -> None:
+        hosts, self._processes = sharding._intra_pg, sharding._local_size
+        self._width = sharding._dim_sum_per_node()[sharding._rank // self._processes]
+        codecs = (sharding.qcomm_codecs_registry or {}).get(CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name)
+        super().__init__(hosts, [self._width] * self._processes, device, [self._added], codecs)
+
+    def forward(self, local_embs: Tensor, input_splits: list[int] | None = None) -> Awaitable[Tensor]:
+        return super().forward(local_embs, input_splits)
+
+    def _added(self, parts: Tensor) -> Tensor:
+        return parts.view(len(parts), self._processes, self._width).sum(1)
+
+
 class ScheduledEmbeddingBagCollectionSharder(TablesSharder, EmbeddingBagCollectionSharder):  # type: ignore[misc]
     """Lets `DistributedModelParallel` split `ScheduledEmbeddingBagCollection` over processes, with its operator on every shard.
 
@@ -401,20 +435,26 @@ class ScheduledEmbeddingBagCollectionSharder(TablesSharder, EmbeddingBagCollecti
 
     * Table-wise, column-wise and row-wise a process updates what it has. Of `rowwise_adagrad` and `rowwise_adam` the states of a
       column shard are those of its own columns, so that updates differ from the unsharded module's.
+    * Table-column-wise the processes of one host have columns of a table each, table-row-wise rows. In a grid each host has
+      columns, of which its processes have rows each. `LOCAL_WORLD_SIZE`, which torchrun sets, says how many processes a host has.
+      A planner chooses a grid only where its constraints name it.
     * Data-parallel tables are copies. Without an optimizer their gradients are averaged; with one each process looks up the ids
       of all, so that all copies are updated alike.
     * The first batch says whether keys are exchanged with batch sizes of their own: if they have them in any process. All
-      processes run it together. Later batches of the other kind give the same, at more cost.
+      processes run it together. Later batches of the other kind give the same, at more cost. A collection with a table that is
+      table-row-wise or in a grid always exchanges a bag for each sample.
 
     Args:
         qcomm_codecs_registry: how TorchRec compresses what it sends.
 
     Raises:
         ValueError: when a collection is sharded, another sharding type or compute kernel, frozen tables, an optimizer of
-            `apply_optimizer_in_backward`, or several column shards in one process of several widths or of no multiple of 16. In
-            forward, before anything is sent, keys that are missing or not those of the first batch in their order, no weights,
-            batches of several sizes without inverse indices, inverse indices that a feature does not have, another number of
-            lengths than the sum of the sizes, and on a CPU wrong inverse indices; a first batch that another process refuses.
+            `apply_optimizer_in_backward`, several column shards in one process of several widths or of no multiple of 16, or of
+            the sharding types of hosts shards that do not fit the hosts, a table of one row in a grid, or a group that is not
+            all processes. In forward, before anything is sent, keys that are missing or not those of the first batch in their
+            order, no weights, batches of several sizes without inverse indices, inverse indices that a feature does not have,
+            another number of lengths than the sum of the sizes, and on a CPU wrong inverse indices; a first batch that another
+            process refuses.
 
     Shape:
         As `ScheduledEmbeddingBagCollection`, for the samples of each process, which can be none; with a batch size for each key
@@ -439,6 +479,8 @@ class ScheduledEmbeddingBagCollectionSharder(TablesSharder, EmbeddingBagCollecti
         >>> dist.destroy_process_group()
     """
 
+    _types = (*SHARDING_TYPES, *OF_HOSTS)
+
     def __init__(self, qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None) -> None:
         super().__init__(qcomm_codecs_registry=qcomm_codecs_registry)
 
@@ -461,9 +503,11 @@ class ScheduledEmbeddingBagCollectionSharder(TablesSharder, EmbeddingBagCollecti
         module_fqn: str | None = None,
     ) -> ShardedScheduledEmbeddingBagCollection:
         """Return this process's part of a collection."""
+        plan = checked_plan(module, params, self._types)
+        check_hosts(module.embedding_bag_configs(), plan, env)
         return ShardedScheduledEmbeddingBagCollection(
             module,
-            checked_plan(module, params),
+            plan,
             env,
             device,
             qcomm_codecs_registry=self.qcomm_codecs_registry,
