@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torchrec.distributed.dist_data import KJTAllToAll, PooledEmbeddingsAllToAll
+from torch import Tensor, nn
+from torchrec.distributed.dist_data import KJTAllToAll, PooledEmbeddingsAllToAll, VariableBatchPooledEmbeddingsAllToAll
 from torchrec.distributed.embedding_sharding import (
     BaseEmbeddingDist,
     BaseSparseFeaturesDist,
@@ -27,12 +27,16 @@ from torchrec.distributed.embeddingbag import (
     VariableBatchEmbeddingBagCollectionAwaitable,
 )
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
+from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
-from torchrec.distributed.sharding.twrw_sharding import TwRwSparseFeaturesDist
+from torchrec.distributed.sharding.twrw_sharding import (
+    TwRwPooledEmbeddingDist,
+    TwRwPooledEmbeddingSharding,
+    TwRwSparseFeaturesDist,
+)
 from torchrec.distributed.types import (
     Awaitable,
-    CommOp,
     LazyAwaitable,
     LazyGetItemMixin,
     NoWait,
@@ -52,6 +56,7 @@ from jagged.modules.embedding_bags_shards import ShardLookup, optimizers_of
 from jagged.modules.table_sharding import (
     DATA_PARALLEL,
     FUSED,
+    GRID_SHARD,
     OF_HOSTS,
     ROW_WISE,
     ROWS_OF_HOSTS,
@@ -66,6 +71,8 @@ from jagged.modules.table_sharding import (
 
 # Kinds of a process's first batch; the largest of all processes' counts.
 _PLAIN, _VARIED, _REFUSED = range(3)
+# By it TorchRec makes exchanges of both kinds.
+_VARIED_CONTEXT = EmbeddingShardingContext(variable_batch_per_feature=True)
 
 
 class _CopiedSharding(DpPooledEmbeddingSharding):  # type: ignore[misc]
@@ -76,6 +83,23 @@ class _CopiedSharding(DpPooledEmbeddingSharding):  # type: ignore[misc]
 
     def create_output_dist(self, device: torch.device | None = None) -> _OwnBags:
         return _OwnBags(self._env.process_group, self.embedding_dims())
+
+
+class _GridSharding(GridPooledEmbeddingSharding):  # type: ignore[misc]
+    """TorchRec's, where features can have batch sizes of their own: as table-row-wise, with columns put together."""
+
+    def uncombined_embedding_dims(self) -> list[int]:
+        return list(self._embedding_dims)
+
+    def uncombined_embedding_names(self) -> list[str]:
+        return list(self._embedding_names)
+
+    def create_output_dist(self, device: torch.device | None = None) -> TwRwPooledEmbeddingDist:
+        output, of_one_size = TwRwPooledEmbeddingSharding.create_output_dist(self, device), super().create_output_dist(device)
+        for made in (output, of_one_size):
+            made._create_output_dist_modules(_VARIED_CONTEXT)
+        output._cross_dist = of_one_size._cross_dist
+        return output
 
 
 class _ToAll(BaseSparseFeaturesDist):  # type: ignore[misc]
@@ -183,8 +207,6 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
         self._features = list(dict.fromkeys(name for table in self._embedding_bag_configs for name in table.feature_names))
         # Whether features have batch sizes of their own where they are exchanged; unknown before the first batch.
         self._is_varied: bool | None = None
-        # TorchRec does not reduce batches of several sizes in hosts of a grid, so there each sample's bags are exchanged.
-        self._can_vary = not any(sharding.sharding_type in ROWS_OF_HOSTS for sharding in plan.values())
         of_rows = {name for name, sharding in plan.items() if sharding.sharding_type in (ROW_WISE, *ROWS_OF_HOSTS)}
         # For each feature of the output, if it is a mean that is a sum until all its rows have come together, its key.
         self._undivided = [
@@ -210,6 +232,8 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
         sharding = ordered[0].param_sharding
         if sharding.sharding_type == DATA_PARALLEL and sharding.compute_kernel == FUSED:
             return _CopiedSharding(ordered, *args)
+        if sharding.sharding_type == GRID_SHARD:
+            return _GridSharding(ordered, *args, qcomm_codecs_registry=kwargs["qcomm_codecs_registry"])
         return super().create_embedding_bag_sharding(ordered, *args, **kwargs)
 
     def init_data_parallel(self) -> None:
@@ -232,8 +256,9 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
                 self._output_dists[place] = _ExchangedSums(sharding, self._device)
             else:
                 of_hosts = self._output_dists[place]
-                of_hosts._create_output_dist_modules()
-                of_hosts._intra_dist = _HostSums(sharding, self._device)
+                if of_hosts._cross_dist is None:
+                    of_hosts._create_output_dist_modules(_VARIED_CONTEXT)
+                of_hosts._intra_dist = of_hosts._variable_intra_dist = _HostSums(of_hosts)
         if self._is_fused:
             # Until states are made: TorchRec 1.6 would now wrap the lookups of copies, as `init_data_parallel` does later ones'.
             self._kept_shardings: list[Any] = self._embedding_shardings
@@ -299,7 +324,7 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
             found = self._of_all(_VARIED if own else _PLAIN)
             if found == _REFUSED:
                 raise ValueError("features: another process refused its first batch; the error there says why")
-            self._is_varied = found == _VARIED and self._can_vary
+            self._is_varied = found == _VARIED
         if not own and not self._is_varied:
             return features, None
         sizes = features.stride_per_key()
@@ -409,20 +434,31 @@ class _ExchangedSums(TwPooledEmbeddingDist):  # type: ignore[misc]
         return awaitable
 
 
-class _HostSums(PooledEmbeddingsAllToAll):  # type: ignore[misc]
+class _HostSums(nn.Module):
     """The same of the parts of a host's processes."""
 
-    def __init__(self, sharding: EmbeddingSharding, device: torch.device) -> None:
-        hosts, self._processes = sharding._intra_pg, sharding._local_size
-        self._width = sharding._dim_sum_per_node()[sharding._rank // self._processes]
-        codecs = (sharding.qcomm_codecs_registry or {}).get(CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL.name)
-        super().__init__(hosts, [self._width] * self._processes, device, [self._added], codecs)
+    def __init__(self, output: TwRwPooledEmbeddingDist) -> None:
+        super().__init__()
+        hosts, device, codecs = output._intra_pg, output._device, output._cross_codecs
+        self._rank, self._processes = hosts.rank(), hosts.size()
+        widths = output._emb_dim_per_node_per_feature[output._rank // self._processes]
+        self._width = sum(widths)
+        self._of_one_size = PooledEmbeddingsAllToAll(hosts, [self._width] * self._processes, device, codecs=codecs)
+        self._varied = VariableBatchPooledEmbeddingsAllToAll(hosts, [widths] * self._processes, device, codecs=codecs)
 
-    def forward(self, local_embs: Tensor, input_splits: list[int] | None = None) -> Awaitable[Tensor]:
-        return super().forward(local_embs, input_splits)
-
-    def _added(self, parts: Tensor) -> Tensor:
-        return parts.view(len(parts), self._processes, self._width).sum(1)
+    def forward(
+        self,
+        local_embs: Tensor,
+        input_splits: list[int] | None = None,
+        batch_size_per_rank_per_feature: list[list[int]] | None = None,
+        embedding_dims: list[int] | None = None,
+    ) -> Awaitable[Tensor]:
+        if (sizes := batch_size_per_rank_per_feature) is None:
+            parts = self._of_one_size(local_embs, input_splits).wait()
+            return NoWait(parts.view(len(parts), self._processes, self._width).sum(1))
+        # None of a host without tables.
+        own = sizes[self._rank] if sizes else []
+        return NoWait(self._varied(local_embs, sizes, own * self._processes).wait().view(self._processes, -1).sum(0))
 
 
 class ScheduledEmbeddingBagCollectionSharder(TablesSharder, EmbeddingBagCollectionSharder):  # type: ignore[misc]
@@ -441,8 +477,8 @@ class ScheduledEmbeddingBagCollectionSharder(TablesSharder, EmbeddingBagCollecti
     * Data-parallel tables are copies. Without an optimizer their gradients are averaged; with one each process looks up the ids
       of all, so that all copies are updated alike.
     * The first batch says whether keys are exchanged with batch sizes of their own: if they have them in any process. All
-      processes run it together. Later batches of the other kind give the same, at more cost. A collection with a table that is
-      table-row-wise or in a grid always exchanges a bag for each sample.
+      processes run it together. Later batches of the other kind give the same, at more cost; rows of bags that no sample has are
+      then not read, which momentum would move.
 
     Args:
         qcomm_codecs_registry: how TorchRec compresses what it sends.

@@ -159,8 +159,6 @@ def training(
     whole.zero_grad()
     dmp = sharded(copy.deepcopy(whole), plan)
     bags, rank = dmp.module["bags"], dist.get_rank()
-    types = {sharding.sharding_type for sharding in bags.module_sharding_plan.values()}
-    is_varied = bool(varied[0]) and types.isdisjoint({"table_row_wise", "grid_shard"})
     # What the backward pass does not update.
     left = dict(in_backward_optimizer_filter(dmp.named_parameters()))
     assert (optimizer is None) == bool(left)
@@ -176,8 +174,8 @@ def training(
         CALLS.clear()
         got, wanted = bags(batches[rank]), whole(batches[-1])
         launches = len(CALLS)
-        # All are of the kind of the first batch, or have each sample's bags where hosts reduce rows.
-        worst["exchanges of another kind"] += 1e6 * sum((sizes is not None) != is_varied for sizes in CALLS)
+        # All are of the kind of the first batch.
+        worst["exchanges of another kind"] += 1e6 * sum((sizes is not None) != bool(varied[0]) for sizes in CALLS)
         own = wanted.values().split(sizes)[rank]
         assert got.keys() == wanted.keys()
         assert got.length_per_key() == wanted.length_per_key()
@@ -452,8 +450,10 @@ def cases_of_hosts(directory: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     return {
         **made,
         "in one host": functools.partial(training, IN_ONE_HOST, "adagrad"),
+        "in one host, sizes of features": functools.partial(training, IN_ONE_HOST, "adagrad", varied=[ALL]),
         "mixed, weighted": functools.partial(training, mixed, "adagrad", weighted=True),
         "sizes of features, later": functools.partial(training, mixed, "adagrad", varied=[(), ALL, (0,)]),
+        "sizes of features, of one process first": functools.partial(training, mixed, "adagrad", varied=[(1,), (0,), (), ALL]),
         "several_shards_in_one": several_grid_shards_in_one,
         "column_rows": functools.partial(column_rows, grid(0, 1)),
         "state_dicts": functools.partial(state_dicts, mixed),

@@ -49,14 +49,19 @@ CASES_OF_HOSTS += [
     "table-row-wise, reduce_scattered",
     "grid, reduce_scattered",
     "in one host",
+    "in one host, sizes of features",
     "mixed, weighted",
     "sizes of features, later",
+    "sizes of features, of one process first",
     "several_shards_in_one",
     "column_rows",
     "checkpoint",
     "pipelined",
     "planned",
 ]
+
+ANYWHERE = ("on_cpu", pytest.param("on_gpus", marks=pytest.mark.gpu))
+HOSTS_ANYWHERE = ("hosts_on_cpu", pytest.param("hosts_on_gpus", marks=pytest.mark.gpu))
 
 
 @pytest.fixture(scope="module")
@@ -83,13 +88,13 @@ def hosts_on_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, An
     return run("tests.modules.bags_processes", "nccl", tmp_path_factory.mktemp("nccl_hosts"), 4, 2)
 
 
-@pytest.fixture(params=["on_cpu", pytest.param("on_gpus", marks=pytest.mark.gpu)])
+@pytest.fixture(params=ANYWHERE)
 def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     result: list[dict[str, Any]] = request.getfixturevalue(request.param)
     return result
 
 
-@pytest.fixture(params=["hosts_on_cpu", pytest.param("hosts_on_gpus", marks=pytest.mark.gpu)])
+@pytest.fixture(params=HOSTS_ANYWHERE)
 def found_in_hosts(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     result: list[dict[str, Any]] = request.getfixturevalue(request.param)
     return result
@@ -120,7 +125,7 @@ def test_copies_that_would_part_are_refused(found: list[dict[str, Any]]) -> None
     ] * 2
 
 
-@pytest.mark.parametrize("places", ["found", "found_in_hosts"])
+@pytest.mark.parametrize("places", [*ANYWHERE, *HOSTS_ANYWHERE])
 def test_state_dicts_go_both_ways(request: pytest.FixtureRequest, places: str) -> None:
     for process in request.getfixturevalue(places):
         state_dicts = dict(process["state_dicts"])
