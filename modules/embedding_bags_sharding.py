@@ -477,8 +477,8 @@ class ScheduledEmbeddingBagCollectionSharder(TablesSharder, EmbeddingBagCollecti
     * Data-parallel tables are copies. Without an optimizer their gradients are averaged; with one each process looks up the ids
       of all, so that all copies are updated alike.
     * The first batch says whether keys are exchanged with batch sizes of their own: if they have them in any process. All
-      processes run it together. Later batches of the other kind give the same, at more cost; rows of bags that no sample has are
-      then not read, which momentum would move.
+      processes run it together. Later batches of the other kind give the same, at more cost, but for rows of bags that no sample
+      has: where bags of samples are exchanged they are not read, and so not moved by momentum.
 
     Args:
         qcomm_codecs_registry: how TorchRec compresses what it sends.

@@ -107,6 +107,8 @@ OF_HOSTS = {
     "mixed": [grid(0, 1), host_columns(3, 2), row_wise(), table_row_wise(1), data_parallel()],
 }
 IN_ONE_HOST = [table_row_wise(1)] * 5
+# Of a single host of two processes.
+ONE_HOST = [table_row_wise(0), grid(0), host_columns(1, 0), table_row_wise(0), host_columns(1)]
 
 
 def tables(pooling: PoolingType = MEAN, data_type: DataType = DataType.FP32, width: int = 16) -> list[EmbeddingBagConfig]:
@@ -425,6 +427,8 @@ def errors_of_hosts() -> dict[str, str]:
         "rows in two hosts": changed(grid(0, 1), sharding_type="table_row_wise"),
         "grid in two hosts": changed(grid(0, 1), ranks=[0, 2, 1, 3]),
         "columns in two hosts": host_columns(0, 2),
+        "narrow columns": host_columns(0, 0),
+        "narrow columns of a grid": grid(0, 0),
     }
     found = {name: refused(lambda plan=plan: sharded(module, [plan, *IN_ONE_HOST[1:]])) for name, plan in plans.items()}
     found["one row"] = refused(lambda: sharded(module, [*IN_ONE_HOST[:4], grid(0)]))
@@ -485,6 +489,8 @@ def cases(directory: Path) -> dict[str, Callable[[], dict[str, Any]]]:
             made[f"{name}, sizes of features, two types"] = functools.partial(training, plan, "sgd", two_types=True, varied=[ALL])
             made[f"{name}, weighted"] = functools.partial(training, plan, "adagrad", weighted=True)
             made[f"{name}, two types"] = functools.partial(training, plan, "sgd", two_types=True)
+    made["one host, None"] = functools.partial(training, ONE_HOST, None)
+    made["one host, sizes of features"] = functools.partial(training, ONE_HOST, "adagrad", varied=[ALL])
     for name, varied in {"of one process first": [(1,), (0,), (), ALL], "later": [(), ALL, (0,)]}.items():
         for optimizer in (None, "adagrad"):
             made[f"sizes of features, {name}, {optimizer}"] = functools.partial(training, MIXED, optimizer, varied=varied)

@@ -29,6 +29,8 @@ CASES = [f"{plan}, {of}" for plan in PLANS for of in (*BY_ELEMENT, *(() if plan 
 CASES += [f"{plan}, sizes of features, {of}" for plan in PLANS for of in BY_ELEMENT]
 CASES += [f"sizes of features, {when}, {of}" for when in ("of one process first", "later") for of in ("None", "adagrad")]
 CASES += [
+    "one host, None",
+    "one host, sizes of features",
     "sizes of features, pipelined",
     "one_size",
     "checkpoint, adagrad",
@@ -175,6 +177,8 @@ FIT = "params: expected {} shards of 'x' in all 2 processes of a host in their o
             "columns in two hosts",
             "expected table_column_wise shards of 'x' in one host of 2 processes, got them in processes [0, 2]",
         ),
+        ("narrow columns", "to have the same width, a multiple of 16, got [4, 4] of 'x' in process 0; give each process one"),
+        ("narrow columns of a grid", "a multiple of 16, got [4, 4] of 'x' in process 1; give each process one"),
         ("one row", "expected grid_shard of tables of 2 rows or more, got 'v' of 1"),
         (
             "group",
