@@ -109,8 +109,8 @@ def check_hosts(tables: Sequence[BaseEmbeddingConfig], plan: Mapping[str, Parame
     """Refuse shards that do not lie in hosts as TorchRec takes for granted, which would look up other rows, or wait for ever.
 
     Raises:
-        ValueError: a group that is not all processes, a table of one row in a grid, or shards elsewhere than in the processes of
-            one host, or in a grid of one host for all columns that lie there.
+        ValueError: a group that is not all processes, a table of one row in a grid, columns of a table-column-wise table in
+            several hosts, or rows that are not in equal blocks in all processes of a host, in a grid for each shard of columns.
     """
     of_hosts = [table for table in tables if plan[table.name].sharding_type in OF_HOSTS]
     if not of_hosts:
