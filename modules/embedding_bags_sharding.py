@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torchrec.distributed.dist_data import KJTAllToAll
+from torch import Tensor, nn
+from torchrec.distributed.dist_data import KJTAllToAll, PooledEmbeddingsAllToAll, VariableBatchPooledEmbeddingsAllToAll
 from torchrec.distributed.embedding_sharding import (
     BaseEmbeddingDist,
     BaseSparseFeaturesDist,
@@ -27,8 +27,14 @@ from torchrec.distributed.embeddingbag import (
     VariableBatchEmbeddingBagCollectionAwaitable,
 )
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
+from torchrec.distributed.sharding.grid_sharding import GridPooledEmbeddingSharding
 from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
+from torchrec.distributed.sharding.twrw_sharding import (
+    TwRwPooledEmbeddingDist,
+    TwRwPooledEmbeddingSharding,
+    TwRwSparseFeaturesDist,
+)
 from torchrec.distributed.types import (
     Awaitable,
     LazyAwaitable,
@@ -50,8 +56,13 @@ from jagged.modules.embedding_bags_shards import ShardLookup, optimizers_of
 from jagged.modules.table_sharding import (
     DATA_PARALLEL,
     FUSED,
+    GRID_SHARD,
+    OF_HOSTS,
     ROW_WISE,
+    ROWS_OF_HOSTS,
+    SHARDING_TYPES,
     TablesSharder,
+    check_hosts,
     checked_keys,
     checked_plan,
     draw_shards,
@@ -60,6 +71,8 @@ from jagged.modules.table_sharding import (
 
 # Kinds of a process's first batch; the largest of all processes' counts.
 _PLAIN, _VARIED, _REFUSED = range(3)
+# By it TorchRec makes exchanges of both kinds.
+_VARIED_CONTEXT = EmbeddingShardingContext(variable_batch_per_feature=True)
 
 
 class _CopiedSharding(DpPooledEmbeddingSharding):  # type: ignore[misc]
@@ -70,6 +83,23 @@ class _CopiedSharding(DpPooledEmbeddingSharding):  # type: ignore[misc]
 
     def create_output_dist(self, device: torch.device | None = None) -> _OwnBags:
         return _OwnBags(self._env.process_group, self.embedding_dims())
+
+
+class _GridSharding(GridPooledEmbeddingSharding):  # type: ignore[misc]
+    """TorchRec's, where features can have batch sizes of their own: as table-row-wise, with columns put together."""
+
+    def uncombined_embedding_dims(self) -> list[int]:
+        return list(self._embedding_dims)
+
+    def uncombined_embedding_names(self) -> list[str]:
+        return list(self._embedding_names)
+
+    def create_output_dist(self, device: torch.device | None = None) -> TwRwPooledEmbeddingDist:
+        output, of_one_size = TwRwPooledEmbeddingSharding.create_output_dist(self, device), super().create_output_dist(device)
+        for made in (output, of_one_size):
+            made._create_output_dist_modules(_VARIED_CONTEXT)
+        output._cross_dist = of_one_size._cross_dist
+        return output
 
 
 class _ToAll(BaseSparseFeaturesDist):  # type: ignore[misc]
@@ -88,7 +118,7 @@ class _ToAll(BaseSparseFeaturesDist):  # type: ignore[misc]
 class _ToRows(BaseSparseFeaturesDist):  # type: ignore[misc]
     """Ids to the processes that have their rows; FBGEMM's kernel that deals them out does not run for a batch of no samples."""
 
-    def __init__(self, rows: RwSparseFeaturesDist) -> None:
+    def __init__(self, rows: RwSparseFeaturesDist | TwRwSparseFeaturesDist) -> None:
         super().__init__()
         self._rows = rows
 
@@ -96,7 +126,10 @@ class _ToRows(BaseSparseFeaturesDist):  # type: ignore[misc]
         lengths = features.lengths()
         if lengths.numel():
             return self._rows(features)
-        keys = features.keys() * self._rows._world_size
+        if isinstance(self._rows, TwRwSparseFeaturesDist):
+            keys = [features.keys()[place % len(features.keys())] for place in self._rows._sf_staggered_shuffle]
+        else:
+            keys = features.keys() * self._rows._world_size
         sizes: dict[str, Any] = {"stride": 0}
         if features.variable_stride_per_key():
             sizes = {"stride_per_key_per_rank": [[0]] * len(keys)}
@@ -174,9 +207,10 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
         self._features = list(dict.fromkeys(name for table in self._embedding_bag_configs for name in table.feature_names))
         # Whether features have batch sizes of their own where they are exchanged; unknown before the first batch.
         self._is_varied: bool | None = None
+        of_rows = {name for name, sharding in plan.items() if sharding.sharding_type in (ROW_WISE, *ROWS_OF_HOSTS)}
         # For each feature of the output, if it is a mean that is a sum until all its rows have come together, its key.
         self._undivided = [
-            feature if table.pooling == PoolingType.MEAN and plan[table.name].sharding_type == ROW_WISE else None
+            feature if table.pooling == PoolingType.MEAN and table.name in of_rows else None
             for table in self._embedding_bag_configs
             for feature in table.feature_names
         ]
@@ -198,6 +232,8 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
         sharding = ordered[0].param_sharding
         if sharding.sharding_type == DATA_PARALLEL and sharding.compute_kernel == FUSED:
             return _CopiedSharding(ordered, *args)
+        if sharding.sharding_type == GRID_SHARD:
+            return _GridSharding(ordered, *args, qcomm_codecs_registry=kwargs["qcomm_codecs_registry"])
         return super().create_embedding_bag_sharding(ordered, *args, **kwargs)
 
     def init_data_parallel(self) -> None:
@@ -208,14 +244,21 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
     def _create_input_dist(self, input_feature_names: list[str]) -> None:
         super()._create_input_dist(input_feature_names)
         for place, sharding_type in enumerate(self._sharding_types):
-            if sharding_type == ROW_WISE:
+            if sharding_type in (ROW_WISE, *ROWS_OF_HOSTS):
                 self._input_dists[place] = _ToRows(self._input_dists[place])
 
     def _create_output_dist(self) -> None:
         super()._create_output_dist()
         for place, (sharding, sharding_type) in enumerate(zip(self._embedding_shardings, self._sharding_types, strict=True)):
-            if sharding_type == ROW_WISE and dist.get_backend(sharding._pg) != "nccl":
+            if sharding_type not in (ROW_WISE, *ROWS_OF_HOSTS) or dist.get_backend(sharding._pg) == "nccl":
+                continue
+            if sharding_type == ROW_WISE:
                 self._output_dists[place] = _ExchangedSums(sharding, self._device)
+            else:
+                of_hosts = self._output_dists[place]
+                if of_hosts._cross_dist is None:
+                    of_hosts._create_output_dist_modules(_VARIED_CONTEXT)
+                of_hosts._intra_dist = of_hosts._variable_intra_dist = _HostSums(of_hosts)
         if self._is_fused:
             # Until states are made: TorchRec 1.6 would now wrap the lookups of copies, as `init_data_parallel` does later ones'.
             self._kept_shardings: list[Any] = self._embedding_shardings
@@ -391,6 +434,33 @@ class _ExchangedSums(TwPooledEmbeddingDist):  # type: ignore[misc]
         return awaitable
 
 
+class _HostSums(nn.Module):
+    """The same of the parts of a host's processes."""
+
+    def __init__(self, output: TwRwPooledEmbeddingDist) -> None:
+        super().__init__()
+        hosts, device, codecs = output._intra_pg, output._device, output._cross_codecs
+        self._rank, self._processes = hosts.rank(), hosts.size()
+        widths = output._emb_dim_per_node_per_feature[output._rank // self._processes]
+        self._width = sum(widths)
+        self._of_one_size = PooledEmbeddingsAllToAll(hosts, [self._width] * self._processes, device, codecs=codecs)
+        self._varied = VariableBatchPooledEmbeddingsAllToAll(hosts, [widths] * self._processes, device, codecs=codecs)
+
+    def forward(
+        self,
+        local_embs: Tensor,
+        input_splits: list[int] | None = None,
+        batch_size_per_rank_per_feature: list[list[int]] | None = None,
+        embedding_dims: list[int] | None = None,
+    ) -> Awaitable[Tensor]:
+        if (sizes := batch_size_per_rank_per_feature) is None:
+            parts = self._of_one_size(local_embs, input_splits).wait()
+            return NoWait(parts.view(len(parts), self._processes, self._width).sum(1))
+        # None of a host without tables.
+        own = sizes[self._rank] if sizes else []
+        return NoWait(self._varied(local_embs, sizes, own * self._processes).wait().view(self._processes, -1).sum(0))
+
+
 class ScheduledEmbeddingBagCollectionSharder(TablesSharder, EmbeddingBagCollectionSharder):  # type: ignore[misc]
     """Lets `DistributedModelParallel` split `ScheduledEmbeddingBagCollection` over processes, with its operator on every shard.
 
@@ -401,10 +471,14 @@ class ScheduledEmbeddingBagCollectionSharder(TablesSharder, EmbeddingBagCollecti
 
     * Table-wise, column-wise and row-wise a process updates what it has. Of `rowwise_adagrad` and `rowwise_adam` the states of a
       column shard are those of its own columns, so that updates differ from the unsharded module's.
+    * Table-column-wise the processes of one host have columns of a table each, table-row-wise rows. In a grid each host has
+      columns, of which its processes have rows each. `LOCAL_WORLD_SIZE`, which torchrun sets, says how many processes a host has.
+      A planner chooses a grid only where its constraints name it.
     * Data-parallel tables are copies. Without an optimizer their gradients are averaged; with one each process looks up the ids
       of all, so that all copies are updated alike.
     * The first batch says whether keys are exchanged with batch sizes of their own: if they have them in any process. All
-      processes run it together. Later batches of the other kind give the same, at more cost.
+      processes run it together. Later batches of the other kind give the same, at more cost, but for rows of bags that no sample
+      has: where bags of samples are exchanged they are not read, and so not moved by momentum.
 
     An optimizer that `apply_optimizer_in_backward` gave all parameters is the optimizer of the shards: SGD, Adagrad,
     RowWiseAdagrad, Adam, LAMB, PartialRowWiseAdam or PartialRowWiseLAMB, of PyTorch or TorchRec.
@@ -414,11 +488,12 @@ class ScheduledEmbeddingBagCollectionSharder(TablesSharder, EmbeddingBagCollecti
 
     Raises:
         ValueError: when a collection is sharded, another sharding type or compute kernel, frozen tables, an optimizer of
-            `apply_optimizer_in_backward` that has no counterpart, or several column shards in one process of several widths or
-            of no multiple of 16. In forward, before anything is sent, keys that are missing or not those of the first batch in
-            their order, no weights, batches of several sizes without inverse indices, inverse indices that a feature does not
-            have, another number of lengths than the sum of the sizes, and on a CPU wrong inverse indices; a first batch that
-            another process refuses.
+            `apply_optimizer_in_backward` that has no counterpart, several column shards in one process of several widths or of no
+            multiple of 16, or of the sharding types of hosts shards that do not fit the hosts, a table of one row in a grid, or a
+            group that is not all processes. In forward, before anything is sent, keys that are missing or not those of the first batch in their
+            order, no weights, batches of several sizes without inverse indices, inverse indices that a feature does not have,
+            another number of lengths than the sum of the sizes, and on a CPU wrong inverse indices; a first batch that another
+            process refuses.
 
     Shape:
         As `ScheduledEmbeddingBagCollection`, for the samples of each process, which can be none; with a batch size for each key
@@ -443,6 +518,8 @@ class ScheduledEmbeddingBagCollectionSharder(TablesSharder, EmbeddingBagCollecti
         >>> dist.destroy_process_group()
     """
 
+    _types = (*SHARDING_TYPES, *OF_HOSTS)
+
     def __init__(self, qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None) -> None:
         super().__init__(qcomm_codecs_registry=qcomm_codecs_registry)
 
@@ -465,9 +542,11 @@ class ScheduledEmbeddingBagCollectionSharder(TablesSharder, EmbeddingBagCollecti
         module_fqn: str | None = None,
     ) -> ShardedScheduledEmbeddingBagCollection:
         """Return this process's part of a collection."""
+        plan = checked_plan(module, params, self._types)
+        check_hosts(module.embedding_bag_configs(), plan, env)
         return ShardedScheduledEmbeddingBagCollection(
             module,
-            checked_plan(module, params),
+            plan,
             env,
             device,
             qcomm_codecs_registry=self.qcomm_codecs_registry,

@@ -21,7 +21,7 @@ from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptim
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.modules.embedding_bags import DTYPES
-from jagged.modules.table_sharding import DATA_PARALLEL, ROW_WISE, update_of
+from jagged.modules.table_sharding import DATA_PARALLEL, ROW_WISE, ROWS_OF_HOSTS, update_of
 from jagged.modules.table_storage import states_of_tables
 from jagged.modules.trained_tables import TrainedTables
 from jagged.ops import BagLayout, BagOptimizer, embedding_bags
@@ -60,8 +60,9 @@ class _Bags(BaseBatchedEmbeddingBag):  # type: ignore[misc]
     ) -> None:
         super().__init__(config, pg, device)
         tables = config.embedding_tables
-        # Row-wise, bags are parts of the whole ones: their sums are divided when they have come together.
-        means = [table.pooling == PoolingType.MEAN and sharding_type != ROW_WISE for table in tables for _ in table.feature_names]
+        # Where rows are split, bags are parts of the whole ones: their sums are divided when they have come together.
+        is_whole = sharding_type not in (ROW_WISE, *ROWS_OF_HOSTS)
+        means = [table.pooling == PoolingType.MEAN and is_whole for table in tables for _ in table.feature_names]
         self.layout = BagLayout(
             # A process can have no rows of a small table. No id of the table is sent there.
             rows=tuple(max(1, rows) for rows in self._local_rows),
@@ -199,9 +200,10 @@ class _OneLaunch:
         kernel: Any = _Bags if optimizers is None else _FusedBags
         # No attribute of a module can be set before it is one.
         self.__dict__["_make"] = lambda config: kernel(config, pg, device, sharding_type, optimizers)
+        here = sharding._grouped_embedding_configs_per_rank[sharding._rank]
         return [
             dataclasses.replace(groups[0], embedding_tables=[table for group in groups for table in group.embedding_tables])
-            for _, of_dtype in groupby(sharding._grouped_embedding_configs, key=lambda group: group.data_type)
+            for _, of_dtype in groupby(here, key=lambda group: group.data_type)
             for groups in [list(of_dtype)]
         ]
 

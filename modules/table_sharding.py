@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torchrec.distributed.comm import get_topology_group_world_size
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.types import ParameterSharding, ShardingType
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -20,16 +22,23 @@ from jagged.ops import BagLayout, BagOptimizer
 
 TABLE_WISE, COLUMN_WISE = ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value
 ROW_WISE, DATA_PARALLEL = ShardingType.ROW_WISE.value, ShardingType.DATA_PARALLEL.value
-SHARDING_TYPES = [TABLE_WISE, COLUMN_WISE, ROW_WISE, DATA_PARALLEL]
+TABLE_COLUMN_WISE, TABLE_ROW_WISE = ShardingType.TABLE_COLUMN_WISE.value, ShardingType.TABLE_ROW_WISE.value
+GRID_SHARD = ShardingType.GRID_SHARD.value
+SHARDING_TYPES = (TABLE_WISE, COLUMN_WISE, ROW_WISE, DATA_PARALLEL)
+# Those whose shards lie in hosts, and of them those whose rows are split over a host's processes.
+OF_HOSTS = (TABLE_COLUMN_WISE, TABLE_ROW_WISE, GRID_SHARD)
+ROWS_OF_HOSTS = (TABLE_ROW_WISE, GRID_SHARD)
 FUSED, DENSE = EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value
 
 
 class TablesSharder:
     """What a sharder tells TorchRec's planner."""
 
+    _types: tuple[str, ...] = SHARDING_TYPES
+
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Table-wise, column-wise, row-wise and data-parallel, on every device."""
-        return SHARDING_TYPES
+        """What a planner may choose from, on every device."""
+        return list(self._types)
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """What a planner may reckon with; whether gradients are dense is for the module to say."""
@@ -44,8 +53,15 @@ class TablesSharder:
         raise NotImplementedError("reshard: tables cannot move while they train; save a checkpoint and shard anew")
 
 
-def checked_plan(module: TrainedTables, params: dict[str, ParameterSharding]) -> dict[str, ParameterSharding]:
+def checked_plan(
+    module: TrainedTables, params: dict[str, ParameterSharding], types: Sequence[str] = SHARDING_TYPES
+) -> dict[str, ParameterSharding]:
     """Return a plan for a collection's tables, with the compute kernel that goes by its optimizer.
+
+    Args:
+        module: the collection.
+        params: the plan by table.
+        types: what it may name.
 
     Raises:
         ValueError: tables that several collections share, frozen tables, an optimizer of `apply_optimizer_in_backward` that has
@@ -62,9 +78,9 @@ def checked_plan(module: TrainedTables, params: dict[str, ParameterSharding]) ->
         if not parameter.requires_grad:
             raise ValueError(f"module: expected tables that require a gradient, got {name!r} frozen; use torch.no_grad")
     for name, sharding in params.items():
-        if sharding.sharding_type not in SHARDING_TYPES or sharding.compute_kernel not in (FUSED, DENSE):
+        if sharding.sharding_type not in types or sharding.compute_kernel not in (FUSED, DENSE):
             raise ValueError(
-                f"params: expected a sharding type of {', '.join(SHARDING_TYPES)} and the compute kernel {FUSED} or {DENSE} "
+                f"params: expected a sharding type of {', '.join(types)} and the compute kernel {FUSED} or {DENSE} "
                 f"for {name!r}, got {sharding.sharding_type} and {sharding.compute_kernel}"
             )
         _check_widths(name, sharding)
@@ -90,7 +106,7 @@ def update_of(module: TrainedTables) -> functools.partial[BagOptimizer] | None:
 
 def _check_widths(name: str, sharding: ParameterSharding) -> None:
     """Refuse column shards of one process that are not one parameter: without gaps, one below the other."""
-    if sharding.sharding_type != COLUMN_WISE:
+    if sharding.sharding_type not in (COLUMN_WISE, TABLE_COLUMN_WISE, GRID_SHARD):
         return
     sizes: dict[int, list[list[int]]] = {}
     for rank, shard in zip(sharding.ranks, sharding.sharding_spec.shards, strict=True):
@@ -101,6 +117,54 @@ def _check_widths(name: str, sharding: ParameterSharding) -> None:
             raise ValueError(
                 "params: expected several column shards in one process to have the same width, a multiple of "
                 f"{BagLayout.alignment}, got {widths} of {name!r} in process {rank}; give each process one"
+            )
+
+
+def check_hosts(tables: Sequence[BaseEmbeddingConfig], plan: Mapping[str, ParameterSharding], env: ShardingEnv) -> None:
+    """Refuse shards that do not lie in hosts as TorchRec takes for granted, which would look up other rows, or wait for ever.
+
+    Raises:
+        ValueError: a group that is not all processes, a table of one row in a grid, columns of a table-column-wise table in
+            several hosts, or rows that are not in equal blocks in all processes of a host, in a grid for each shard of columns.
+    """
+    of_hosts = [table for table in tables if plan[table.name].sharding_type in OF_HOSTS]
+    if not of_hosts:
+        return
+    if env.world_size != dist.get_world_size():
+        raise ValueError(
+            f"env: expected a group of all {dist.get_world_size()} processes, of which TorchRec makes the hosts' groups, got "
+            f"{env.world_size}, and {plan[of_hosts[0].name].sharding_type} of {of_hosts[0].name!r}; shard it table-wise, "
+            "column-wise or row-wise"
+        )
+    size = get_topology_group_world_size(env.world_size)
+    for table in of_hosts:
+        sharding, rows = plan[table.name], table.num_embeddings
+        ranks, shards = sharding.ranks, sharding.sharding_spec.shards
+        found = [(rank, *shard.shard_offsets, *shard.shard_sizes) for rank, shard in zip(ranks, shards, strict=True)]
+        hosts = [rank // size for rank in ranks]
+        if sharding.sharding_type == TABLE_COLUMN_WISE:
+            if len(set(hosts)) > 1:
+                raise ValueError(
+                    f"params: expected {TABLE_COLUMN_WISE} shards of {table.name!r} in one host of {size} processes, got them in "
+                    f"processes {ranks}; place them in one host, or shard it {COLUMN_WISE}"
+                )
+            continue
+        if sharding.sharding_type == GRID_SHARD and rows == 1 < size:
+            raise ValueError(
+                f"params: expected {GRID_SHARD} of tables of 2 rows or more, got {table.name!r} of 1, whose states TorchRec puts "
+                f"elsewhere in each process; shard it {COLUMN_WISE} or {TABLE_ROW_WISE}"
+            )
+        block, expected = math.ceil(rows / size), []
+        for first in range(0, len(found), size):
+            _, _, column, _, width = found[first]
+            for place in range(size):
+                begin = min(rows, place * block)
+                expected.append((hosts[first] * size + place, begin, column, min(block, rows - begin), width))
+        if found != expected or (sharding.sharding_type == TABLE_ROW_WISE and len(found) != size):
+            raise ValueError(
+                f"params: expected {sharding.sharding_type} shards of {table.name!r} in all {size} processes of a host in their "
+                f"order, {block} rows each as far as there are, got (process, first row, first column, rows, columns) {found}; "
+                "plan with LOCAL_WORLD_SIZE as each host's number of processes, and the planner's local_world_size alike"
             )
 
 

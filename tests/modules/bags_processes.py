@@ -1,4 +1,6 @@
-"""Sharded bags in two processes against the unsharded ones. A program of its own: `test_embedding_bags_sharding.py` starts it.
+"""Sharded bags in two processes, or in four as two hosts, against the unsharded ones.
+
+A program of its own: `test_embedding_bags_sharding.py` starts it.
 
 Usage: `python -m tests.modules.bags_processes DIRECTORY BACKEND`; prints JSON: for each process, by name of a case, the largest
 differences in units of the last place, or what was found.
@@ -7,24 +9,28 @@ differences in units of the last place, or what was found.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch import Tensor, nn
-from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed import DistributedModelParallel, sharding_plan
 from torchrec.distributed.sharding_plan import (
     column_wise,
     construct_module_sharding_plan,
     data_parallel,
+    grid_shard,
     row_wise,
+    table_row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -34,6 +40,8 @@ from jagged.modules import ScheduledEmbeddingBagCollection, ScheduledEmbeddingBa
 from tests.modules.sharding_processes import (
     CALLS,
     EMPTY,
+    FEW_SAMPLES,
+    HOST,
     KEYS,
     LATER_RATE,
     PROCESSES,
@@ -76,6 +84,33 @@ MIXED = [row_wise(), column_wise(ranks=[1, 0]), data_parallel(), row_wise(), tab
 ON_ONE = [table_wise(rank=1)] * 5
 
 
+def host_columns(*ranks: int) -> Callable[..., ParameterSharding]:
+    """TorchRec has no function for it."""
+    return lambda *given: dataclasses.replace(column_wise(ranks=list(ranks))(*given), sharding_type="table_column_wise")
+
+
+def grid(*hosts: int) -> Callable[..., ParameterSharding]:
+    """TorchRec's function, which else leaves tables whole that are narrower than 256."""
+
+    def of_table(table: Tensor, *given: Any) -> ParameterSharding:
+        with mock.patch.object(sharding_plan, "MIN_CW_DIM", table.shape[1] // len(hosts)):
+            return grid_shard(list(hosts))(table, *given)
+
+    return of_table
+
+
+# Of two hosts of two processes.
+OF_HOSTS = {
+    "table-column-wise": [host_columns(0, 1), host_columns(3, 2), host_columns(2, 3), host_columns(1), host_columns(2, 3)],
+    "table-row-wise": [table_row_wise(host) for host in (0, 1, 1, 0, 1)],
+    "grid": [grid(1, 0), grid(0, 1), grid(1, 0), grid(1), table_row_wise(0)],
+    "mixed": [grid(0, 1), host_columns(3, 2), row_wise(), table_row_wise(1), data_parallel()],
+}
+IN_ONE_HOST = [table_row_wise(1)] * 5
+# Of a single host of two processes.
+ONE_HOST = [table_row_wise(0), grid(0), host_columns(1, 0), table_row_wise(0), host_columns(1)]
+
+
 def tables(pooling: PoolingType = MEAN, data_type: DataType = DataType.FP32, width: int = 16) -> list[EmbeddingBagConfig]:
     """A table of two features, features of two tables, a table of one row, poolings that take turns."""
     made = [
@@ -94,7 +129,7 @@ def tables(pooling: PoolingType = MEAN, data_type: DataType = DataType.FP32, wid
 def sharded(module: ScheduledEmbeddingBagCollection, plan: list[Any]) -> DistributedModelParallel:
     sharder = ScheduledEmbeddingBagCollectionSharder()
     generators = {table.name: of for table, of in zip(module.embedding_bag_configs(), plan, strict=True)}
-    made = construct_module_sharding_plan(module, generators, sharder, PROCESSES, PROCESSES, here().type)
+    made = construct_module_sharding_plan(module, generators, sharder, HOST, PROCESSES, here().type)
     return DistributedModelParallel(
         nn.ModuleDict({"bags": module}), device=here(), plan=ShardingPlan({"bags": made}), sharders=[sharder]
     )
@@ -121,7 +156,7 @@ def training(
     torch.manual_seed(0)
     whole = ScheduledEmbeddingBagCollection(configs(), weighted, here(), **options)
     # What is sharded has been trained before.
-    before = batch((3, 3), 99, weighted)[-1]
+    before = batch((3,) * PROCESSES, 99, weighted)[-1]
     whole(before).values().square().sum().backward()
     whole.zero_grad()
     dmp = sharded(copy.deepcopy(whole), plan)
@@ -136,7 +171,7 @@ def training(
     worst |= {"pooled": 0.0, "gradients": 0.0, "exchanges of another kind": 0.0}
     if reduce_scatter:
         bags._output_dists = [sharding.create_output_dist(here()) for sharding in bags._embedding_shardings]
-    for step, sizes in enumerate([(2, 2), (3, 3)] if reduce_scatter else SIZES):
+    for step, sizes in enumerate([(2,) * PROCESSES, (3,) * PROCESSES] if reduce_scatter else SIZES):
         batches = batch(sizes, step, weighted, 0 if step == EMPTY else 4, varied[step % len(varied)])
         CALLS.clear()
         got, wanted = bags(batches[rank]), whole(batches[-1])
@@ -178,7 +213,11 @@ def several_shards_in_one() -> dict[str, float]:
     return training(plan, "adagrad", width=64)
 
 
-def column_rows() -> dict[str, float]:
+def several_grid_shards_in_one() -> dict[str, float]:
+    return training([*IN_ONE_HOST[:2], grid(1, 0, 1, 0), *IN_ONE_HOST[3:]], "adagrad", width=64)
+
+
+def column_rows(plan: Callable[..., ParameterSharding]) -> dict[str, float]:
     """Column shards whose states are a number a row: as if each were a table of its own."""
     rule = {"optimizer": "rowwise_adagrad", "optimizer_options": {"learning_rate": RATE, "eps": 1e-3}}
     config = functools.partial(EmbeddingBagConfig, num_embeddings=7, feature_names=["a"])
@@ -188,31 +227,33 @@ def column_rows() -> dict[str, float]:
     )
     whole = ScheduledEmbeddingBagCollection([config(name="x", embedding_dim=8)], device=here(), **rule)
     whole.load_state_dict({"embedding_bags.x.weight": torch.cat([half.detach() for half in halves.parameters()], 1)})
-    dmp, rank = sharded(whole, [column_wise(ranks=[0, 1])]), dist.get_rank()
-    bags, own = dmp.module["bags"], ("left", "right")[rank]
+    dmp, rank = sharded(whole, [plan]), dist.get_rank()
+    bags, half = dmp.module["bags"], rank * 2 // PROCESSES
+    own = ("left", "right")[half]
     for seed in range(3):
-        batches = batch((2, 3), seed, False)
+        batches = batch(FEW_SAMPLES, seed, False)
         bags(batches[rank]).values().square().sum().backward()
         (halves(batches[-1]).values().square().sum() / PROCESSES).backward()
     state = dmp.fused_optimizer.state_dict()["state"]["bags.embedding_bags.x.weight"]["x.momentum1"]
     ((found, place),) = shards(state)
-    assert place == (slice(7 * rank, 7 * rank + 7),)
+    ((table, (rows, _)),) = shards(bags.state_dict()["embedding_bags.x.weight"])
+    assert place == (slice(7 * half + rows.start, 7 * half + rows.stop),)
     return {
-        "table": apart(bags.embedding_bags["x"].weight, halves.embedding_bags[own].weight),
-        "state": apart(found, embedding_bags_shards.optimizers_of(halves).states[own]["first"]),
+        "table": apart(table, halves.embedding_bags[own].weight[rows]),
+        "state": apart(found, embedding_bags_shards.optimizers_of(halves).states[own]["first"][rows]),
     }
 
 
-def reduce_scattered() -> dict[str, float]:
+def reduce_scattered(plan: list[Any]) -> dict[str, float]:
     """What NCCL does with parts of rows, and gloo does where all batches have one size."""
-    return training(ONE["row-wise"], "adagrad", reduce_scatter=True)
+    return training(plan, "adagrad", reduce_scatter=True)
 
 
-def state_dicts() -> dict[str, float]:
+def state_dicts(plan: list[Any]) -> dict[str, float]:
     """Of the unsharded module into the sharded one and back, and between sharded ones."""
     torch.manual_seed(0)
     whole, other, third = (ScheduledEmbeddingBagCollection(tables(), device=here(), **SGD) for _ in range(3))
-    first, second = sharded(copy.deepcopy(other), MIXED), sharded(copy.deepcopy(other), MIXED)
+    first, second = sharded(copy.deepcopy(other), plan), sharded(copy.deepcopy(other), plan)
     found = {"differs at first": float(tables_apart(first.module["bags"], whole) > 0)}
     first.load_state_dict({f"bags.{name}": tensor for name, tensor in whole.state_dict().items()})
     found["loaded"] = tables_apart(first.module["bags"], whole)
@@ -223,13 +264,13 @@ def state_dicts() -> dict[str, float]:
     return found
 
 
-def checkpoint(optimizer: str, directory: Path) -> dict[str, float]:
+def checkpoint(optimizer: str, directory: Path, plan: list[Any], others: Sequence[list[Any]]) -> dict[str, float]:
     """Written by one plan, read by others, which go on with the same training."""
     options = {"optimizer": optimizer, "optimizer_options": {"learning_rate": RATE, "eps": 1e-3}}
     torch.manual_seed(0)
     whole = ScheduledEmbeddingBagCollection(tables(), device=here(), **options)
-    first = sharded(copy.deepcopy(whole), MIXED)
-    rank, batches, worst = dist.get_rank(), batch((2, 3), 0, False), 0.0
+    first = sharded(copy.deepcopy(whole), plan)
+    rank, batches, worst = dist.get_rank(), batch(FEW_SAMPLES, 0, False), 0.0
 
     def step(dmp: DistributedModelParallel) -> None:
         dmp.module["bags"](batches[rank]).values().square().sum().backward()
@@ -243,9 +284,9 @@ def checkpoint(optimizer: str, directory: Path) -> dict[str, float]:
     step(first)
     step_whole()
     torch.distributed.checkpoint.save(saved(first), checkpoint_id=directory / optimizer)
-    others = [sharded(ScheduledEmbeddingBagCollection(tables(), device=here(), **options), plan) for plan in ONE.values()]
+    loaded = [sharded(ScheduledEmbeddingBagCollection(tables(), device=here(), **options), other) for other in others]
     step_whole()
-    for dmp in others:
+    for dmp in loaded:
         state = saved(dmp)
         torch.distributed.checkpoint.load(state, checkpoint_id=directory / optimizer)
         dmp.load_state_dict(state["model"])
@@ -268,18 +309,18 @@ class Model(nn.Module):
         return scores.square().mean(), scores.detach()
 
 
-def pipelined(varied: tuple[int, ...] = ()) -> dict[str, float]:
+def pipelined(plan: list[Any], varied: tuple[int, ...] = ()) -> dict[str, float]:
     sharder = ScheduledEmbeddingBagCollectionSharder()
     return piped_apart(
-        lambda: Model(ScheduledEmbeddingBagCollection(tables(), device=here(), **SGD)), "bags", tables(), MIXED, sharder, varied
+        lambda: Model(ScheduledEmbeddingBagCollection(tables(), device=here(), **SGD)), "bags", tables(), plan, sharder, varied
     )
 
 
-def planned() -> dict[str, float]:
+def planned(types: dict[str, str] | None = None) -> dict[str, float]:
     torch.manual_seed(0)
     whole = ScheduledEmbeddingBagCollection(tables(), device=here())
-    found, batches = planned_output(whole, ScheduledEmbeddingBagCollectionSharder(), 0), batch((2, 3), 0, False)
-    return {"pooled": apart(found.values(), whole(batches[-1]).values().split((2, 3))[dist.get_rank()])}
+    found, batches = planned_output(whole, ScheduledEmbeddingBagCollectionSharder(), 0, types), batch(FEW_SAMPLES, 0, False)
+    return {"pooled": apart(found.values(), whole(batches[-1]).values().split(FEW_SAMPLES)[dist.get_rank()])}
 
 
 def from_meta() -> dict[str, float]:
@@ -307,14 +348,14 @@ def output() -> dict[str, float]:
     torch.manual_seed(0)
     whole = ScheduledEmbeddingBagCollection(tables(), device=here(), output_dtype=torch.bfloat16, **SGD)
     bags = sharded(copy.deepcopy(whole), MIXED).module["bags"]
-    batches = batch((2, 3), 0, False)
+    batches = batch(FEW_SAMPLES, 0, False)
     with torch.no_grad():
         got = bags(batches[dist.get_rank()])
     wanted = whole(batches[-1])
     return {
         # By its name a feature is waited for when a function of PyTorch gets it.
-        "feature": apart(torch.clone(got["b@v"]), wanted["b@v"].split((2, 3))[dist.get_rank()]),
-        "pooled": apart(got.values(), wanted.values().split((2, 3))[dist.get_rank()]),
+        "feature": apart(torch.clone(got["b@v"]), wanted["b@v"].split(FEW_SAMPLES)[dist.get_rank()]),
+        "pooled": apart(got.values(), wanted.values().split(FEW_SAMPLES)[dist.get_rank()]),
         "requires grad": float(got.values().requires_grad),
     }
 
@@ -326,7 +367,7 @@ def one_size() -> dict[str, float]:
     found = {}
     for first in ((), ALL):
         bags, rank = sharded(copy.deepcopy(whole), MIXED).module["bags"], dist.get_rank()
-        bags(batch((2, 3), 0, False, varied=first)[rank])
+        bags(batch(FEW_SAMPLES, 0, False, varied=first)[rank])
         features = batch((2, 2), 1, False)[rank]
         made = functools.partial(KeyedJaggedTensor, list(KEYS), features.values(), lengths=features.lengths())
         inverse = torch.tensor([[1, 0, 1], [0, 0, 1], [0, 1, 0], [1, 1, 1], [0, 0, 0]], device=here())
@@ -369,7 +410,69 @@ def errors() -> dict[str, str]:
     return found
 
 
+def errors_of_hosts() -> dict[str, str]:
+    """Plans that do not fit the hosts, refused in every process alike."""
+    module = ScheduledEmbeddingBagCollection(tables(), device=here())
+
+    def changed(plan: Callable[..., ParameterSharding], **changes: Any) -> Callable[..., ParameterSharding]:
+        return lambda *given: dataclasses.replace(plan(*given), **changes)
+
+    def of_larger_hosts(table: Tensor, *given: Any) -> ParameterSharding:
+        return table_row_wise(0)(table, PROCESSES, *given[1:])
+
+    plans = {
+        "two hosts": changed(table_row_wise(0), ranks=[1, 2]),
+        "another order": changed(table_row_wise(0), ranks=[1, 0]),
+        "larger hosts": of_larger_hosts,
+        "rows in two hosts": changed(grid(0, 1), sharding_type="table_row_wise"),
+        "grid in two hosts": changed(grid(0, 1), ranks=[0, 2, 1, 3]),
+        "columns in two hosts": host_columns(0, 2),
+        "narrow columns": host_columns(0, 0),
+        "narrow columns of a grid": grid(0, 0),
+    }
+    found = {name: refused(lambda plan=plan: sharded(module, [plan, *IN_ONE_HOST[1:]])) for name, plan in plans.items()}
+    found["one row"] = refused(lambda: sharded(module, [*IN_ONE_HOST[:4], grid(0)]))
+    sharder = ScheduledEmbeddingBagCollectionSharder()
+    plan = construct_module_sharding_plan(
+        module, dict.fromkeys("xyzwv", table_row_wise(0)), sharder, HOST, PROCESSES, here().type
+    )
+    found["group"] = refused(lambda: sharder.shard(module, plan, ShardingEnv(world_size=HOST, rank=0)))
+    return found
+
+
+def cases_of_hosts(directory: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+    made: dict[str, Callable[[], dict[str, Any]]] = {}
+    for name, plan in OF_HOSTS.items():
+        made[f"{name}, None"] = functools.partial(training, plan, None)
+        made[f"{name}, adagrad, two types"] = functools.partial(training, plan, "adagrad", two_types=True)
+        made[f"{name}, sizes of features"] = functools.partial(training, plan, "adam", varied=[ALL])
+    for optimizer in ("rowwise_adagrad", "adam of whole rows"):
+        made[f"table-row-wise, {optimizer}"] = functools.partial(training, OF_HOSTS["table-row-wise"], optimizer)
+    for name in ("table-row-wise", "grid"):
+        made[f"{name}, reduce_scattered"] = functools.partial(reduce_scattered, OF_HOSTS[name])
+    mixed, others = OF_HOSTS["mixed"], [*OF_HOSTS.values()][:3]
+    return {
+        **made,
+        "in one host": functools.partial(training, IN_ONE_HOST, "adagrad"),
+        "in one host, sizes of features": functools.partial(training, IN_ONE_HOST, "adagrad", varied=[ALL]),
+        "mixed, weighted": functools.partial(training, mixed, "adagrad", weighted=True),
+        "sizes of features, later": functools.partial(training, mixed, "adagrad", varied=[(), ALL, (0,)]),
+        "sizes of features, of one process first": functools.partial(training, mixed, "adagrad", varied=[(1,), (0,), (), ALL]),
+        "several_shards_in_one": several_grid_shards_in_one,
+        "column_rows": functools.partial(column_rows, grid(0, 1)),
+        "state_dicts": functools.partial(state_dicts, mixed),
+        "checkpoint": functools.partial(checkpoint, "adagrad", directory, mixed, others),
+        "pipelined": functools.partial(pipelined, mixed),
+        "planned": functools.partial(
+            planned, dict(zip("xyzwv", ("grid_shard", "table_column_wise", *["table_row_wise"] * 3), strict=True))
+        ),
+        "errors": errors_of_hosts,
+    }
+
+
 def cases(directory: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+    if PROCESSES > HOST:
+        return cases_of_hosts(directory)
     made: dict[str, Callable[[], dict[str, Any]]] = {}
     # On a GPU kernels are compiled for the widths of every plan's shards.
     is_few = here().type == "cuda"
@@ -386,19 +489,21 @@ def cases(directory: Path) -> dict[str, Callable[[], dict[str, Any]]]:
             made[f"{name}, sizes of features, two types"] = functools.partial(training, plan, "sgd", two_types=True, varied=[ALL])
             made[f"{name}, weighted"] = functools.partial(training, plan, "adagrad", weighted=True)
             made[f"{name}, two types"] = functools.partial(training, plan, "sgd", two_types=True)
+    made["one host, None"] = functools.partial(training, ONE_HOST, None)
+    made["one host, sizes of features"] = functools.partial(training, ONE_HOST, "adagrad", varied=[ALL])
     for name, varied in {"of one process first": [(1,), (0,), (), ALL], "later": [(), ALL, (0,)]}.items():
         for optimizer in (None, "adagrad"):
             made[f"sizes of features, {name}, {optimizer}"] = functools.partial(training, MIXED, optimizer, varied=varied)
-    made["sizes of features, pipelined"] = functools.partial(pipelined, ALL)
+    made["sizes of features, pipelined"] = functools.partial(pipelined, MIXED, ALL)
     for optimizer in ("adagrad", "adam"):
-        made[f"checkpoint, {optimizer}"] = functools.partial(checkpoint, optimizer, directory)
+        made[f"checkpoint, {optimizer}"] = functools.partial(checkpoint, optimizer, directory, MIXED, [*ONE.values()])
+    made["column_rows"] = functools.partial(column_rows, column_wise(ranks=[0, 1]))
+    made["reduce_scattered"] = functools.partial(reduce_scattered, ONE["row-wise"])
+    made["pipelined"] = functools.partial(pipelined, MIXED)
+    made["state_dicts"] = functools.partial(state_dicts, MIXED)
     others = (
         several_shards_in_one,
-        column_rows,
-        reduce_scattered,
-        pipelined,
         one_size,
-        state_dicts,
         planned,
         from_meta,
         output,

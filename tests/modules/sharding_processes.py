@@ -1,4 +1,4 @@
-"""What the programs have in common that shard collections in two processes and compare them with unsharded ones."""
+"""What the programs have in common that shard collections in several processes and compare them with unsharded ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingPlan
@@ -40,10 +40,12 @@ Cases = Callable[[Path], dict[str, Callable[[], Any]]]
 
 # In units of the last place: sums in another order, of which a 16-bit table can be rounded to its next number.
 FEW, OF_16_BITS = 100, 20_000
-PROCESSES = 2
+PROCESSES = int(os.environ.get("PROCESSES", "2"))
+HOST = int(os.environ.get("LOCAL_WORLD_SIZE", PROCESSES))
 KEYS = ("d", "b", "a", "unread", "c")
 # Of each process in the order of the steps: some have no samples, some no ids.
-SIZES = [(3, 4), (0, 5), (2, 2), (4, 0), (0, 0), (1, 3)]
+SIZES = [sizes[:PROCESSES] for sizes in [(3, 4, 1, 2), (0, 5, 2, 1), (2, 2, 2, 2), (4, 0, 0, 3), (0, 0, 0, 0), (1, 3, 2, 0)]]
+FEW_SAMPLES = (2, 3, 1, 4)[:PROCESSES]
 EMPTY = 2
 RATE, LATER_RATE = 0.1, 0.05
 
@@ -52,19 +54,20 @@ WHOLE_ROWS = {"weight_decay": 0.25, "decay_missed_steps": True, "max_norm": 0.5}
 SGD: dict[str, Any] = {"optimizer": "sgd", "optimizer_options": {"learning_rate": RATE}}
 
 
-def run(program: str, backend: str, directory: Path) -> list[dict[str, Any]]:
+def run(program: str, backend: str, directory: Path, processes: int = 2, hosts: int = 1) -> list[dict[str, Any]]:
     """For each process what a program has found, by case."""
+    sizes = {"PROCESSES": str(processes), "LOCAL_WORLD_SIZE": str(processes // hosts)}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", program, str(directory), backend],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"},
+        env={**os.environ, **sizes, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"},
         capture_output=True,
         text=True,
         timeout=1_700,
     )
     assert done.returncode == 0, done.stderr[-4_000:]
     result: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    assert len(result) == PROCESSES
+    assert len(result) == processes
     return result
 
 
@@ -234,13 +237,13 @@ def piped_apart(
         generators: of each table's sharding.
         varied: processes in whose batches keys have batch sizes of their own.
     """
-    scores, batches = [], [batch((2, 3), seed, False, varied=varied)[dist.get_rank()] for seed in range(4)]
+    scores, batches = [], [batch(FEW_SAMPLES, seed, False, varied=varied)[dist.get_rank()] for seed in range(4)]
     for is_piped in (False, True):
         torch.manual_seed(0)
         model = made()
         of_tables = {table.name: of for table, of in zip(configs, generators, strict=True)}
         collection = model.get_submodule(path)
-        plan = construct_module_sharding_plan(collection, of_tables, sharder, PROCESSES, PROCESSES, here().type)
+        plan = construct_module_sharding_plan(collection, of_tables, sharder, HOST, PROCESSES, here().type)
         dmp = DistributedModelParallel(model.to(here()), device=here(), plan=ShardingPlan({path: plan}), sharders=[sharder])
         rest = torch.optim.SGD(dict(in_backward_optimizer_filter(dmp.named_parameters())).values(), lr=RATE)
         found = []
@@ -258,12 +261,14 @@ def piped_apart(
     return {"scores": apart(*scores)}
 
 
-def planned_output(whole: nn.Module, sharder: Any, seed: int) -> Any:
-    """What a collection gives for this process's samples, sharded by TorchRec's planner."""
+def planned_output(whole: nn.Module, sharder: Any, seed: int, types: Mapping[str, str] | None = None) -> Any:
+    """What a collection gives for this process's samples, sharded by TorchRec's planner, which gets sharding types by table."""
     model = nn.ModuleDict({"tables": copy.deepcopy(whole)})
-    plan = EmbeddingShardingPlanner(Topology(PROCESSES, here().type)).collective_plan(model, [sharder], dist.group.WORLD)
+    constraints = {name: ParameterConstraints(sharding_types=[of_table]) for name, of_table in (types or {}).items()}
+    planner = EmbeddingShardingPlanner(Topology(PROCESSES, here().type, local_world_size=HOST), constraints=constraints)
+    plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
     dmp = DistributedModelParallel(model, device=here(), plan=plan, sharders=[sharder])
-    return dmp.module["tables"](batch((2, 3), seed, False)[dist.get_rank()])
+    return dmp.module["tables"](batch(FEW_SAMPLES, seed, False)[dist.get_rank()])
 
 
 def work(root: Path, cases: Cases, unsharded: Callable[[], str]) -> None:

@@ -1,4 +1,4 @@
-"""Bags that DistributedModelParallel has sharded over two processes, on the CPU and on GPUs, against the unsharded ones."""
+"""Bags that DistributedModelParallel has sharded over processes, on the CPU and on GPUs, against the unsharded ones."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ CASES = [f"{plan}, {of}" for plan in PLANS for of in (*BY_ELEMENT, *(() if plan 
 CASES += [f"{plan}, sizes of features, {of}" for plan in PLANS for of in BY_ELEMENT]
 CASES += [f"sizes of features, {when}, {of}" for when in ("of one process first", "later") for of in ("None", "adagrad")]
 CASES += [
+    "one host, None",
+    "one host, sizes of features",
     "sizes of features, pipelined",
     "one_size",
     "checkpoint, adagrad",
@@ -39,6 +41,29 @@ CASES += [
     "pipelined",
     "planned",
 ]
+
+# Of four processes as two hosts.
+PLANS_OF_HOSTS = ("table-column-wise", "table-row-wise", "grid", "mixed")
+CASES_OF_HOSTS = [f"{plan}, {of}" for plan in PLANS_OF_HOSTS for of in ("None", "sizes of features", "adagrad, two types")]
+CASES_OF_HOSTS += [
+    "table-row-wise, rowwise_adagrad",
+    "table-row-wise, adam of whole rows",
+    "table-row-wise, reduce_scattered",
+    "grid, reduce_scattered",
+    "in one host",
+    "in one host, sizes of features",
+    "mixed, weighted",
+    "sizes of features, later",
+    "sizes of features, of one process first",
+    "several_shards_in_one",
+    "column_rows",
+    "checkpoint",
+    "pipelined",
+    "planned",
+]
+
+ANYWHERE = ("on_cpu", pytest.param("on_gpus", marks=pytest.mark.gpu))
+HOSTS_ANYWHERE = ("hosts_on_cpu", pytest.param("hosts_on_gpus", marks=pytest.mark.gpu))
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +78,26 @@ def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run("tests.modules.bags_processes", "nccl", tmp_path_factory.mktemp("nccl"))
 
 
-@pytest.fixture(params=["on_cpu", pytest.param("on_gpus", marks=pytest.mark.gpu)])
+@pytest.fixture(scope="module")
+def hosts_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run("tests.modules.bags_processes", "gloo", tmp_path_factory.mktemp("gloo_hosts"), 4, 2)
+
+
+@pytest.fixture(scope="module")
+def hosts_on_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    if torch.cuda.device_count() < 4:
+        pytest.skip("needs four GPUs")
+    return run("tests.modules.bags_processes", "nccl", tmp_path_factory.mktemp("nccl_hosts"), 4, 2)
+
+
+@pytest.fixture(params=ANYWHERE)
 def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    result: list[dict[str, Any]] = request.getfixturevalue(request.param)
+    return result
+
+
+@pytest.fixture(params=HOSTS_ANYWHERE)
+def found_in_hosts(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     result: list[dict[str, Any]] = request.getfixturevalue(request.param)
     return result
 
@@ -64,9 +107,15 @@ def test_training_is_that_of_the_unsharded_module(found: list[dict[str, Any]], c
     check(found, case)
 
 
-def test_every_case_is_looked_at(on_cpu: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("case", CASES_OF_HOSTS)
+def test_training_over_hosts_is_that_of_the_unsharded_module(found_in_hosts: list[dict[str, Any]], case: str) -> None:
+    check(found_in_hosts, case)
+
+
+def test_every_case_is_looked_at(on_cpu: list[dict[str, Any]], hosts_on_cpu: list[dict[str, Any]]) -> None:
     others = {"state_dicts", "from_meta", "output", "errors", "unsharded"}
     assert all(process.keys() == {*CASES, *others} for process in on_cpu)
+    assert all(process.keys() == {*CASES_OF_HOSTS, "state_dicts", "errors", "unsharded"} for process in hosts_on_cpu)
 
 
 def test_copies_that_would_part_are_refused(found: list[dict[str, Any]]) -> None:
@@ -78,8 +127,9 @@ def test_copies_that_would_part_are_refused(found: list[dict[str, Any]]) -> None
     ] * 2
 
 
-def test_state_dicts_go_both_ways(found: list[dict[str, Any]]) -> None:
-    for process in found:
+@pytest.mark.parametrize("places", [*ANYWHERE, *HOSTS_ANYWHERE])
+def test_state_dicts_go_both_ways(request: pytest.FixtureRequest, places: str) -> None:
+    for process in request.getfixturevalue(places):
         state_dicts = dict(process["state_dicts"])
         assert state_dicts.pop("differs at first") == 1
         assert set(state_dicts.values()) == {0.0}
@@ -112,6 +162,36 @@ def test_wrong_input_is_refused_in_every_process(found: list[dict[str, Any]], ca
         assert message in process["errors"][case]
 
 
+FIT = "params: expected {} shards of 'x' in all 2 processes of a host in their order, 4 rows each as far as there are, got {}"
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("two hosts", FIT.format("table_row_wise", "(process, first row, first column, rows, columns) [(1, 0, 0, 4, 8), (2, 4,")),
+        ("another order", FIT.format("table_row_wise", "")),
+        ("larger hosts", FIT.format("table_row_wise", "")),
+        ("rows in two hosts", FIT.format("table_row_wise", "")),
+        ("grid in two hosts", FIT.format("grid_shard", "")),
+        (
+            "columns in two hosts",
+            "expected table_column_wise shards of 'x' in one host of 2 processes, got them in processes [0, 2]",
+        ),
+        ("narrow columns", "to have the same width, a multiple of 16, got [4, 4] of 'x' in process 0; give each process one"),
+        ("narrow columns of a grid", "a multiple of 16, got [4, 4] of 'x' in process 1; give each process one"),
+        ("one row", "expected grid_shard of tables of 2 rows or more, got 'v' of 1"),
+        (
+            "group",
+            "env: expected a group of all 4 processes, of which TorchRec makes the hosts' groups, got 2, and table_row_wise of",
+        ),
+    ],
+)
+def test_plans_that_do_not_fit_the_hosts_are_refused(found_in_hosts: list[dict[str, Any]], case: str, message: str) -> None:
+    """TorchRec would look up other rows."""
+    for process in found_in_hosts:
+        assert message in process["errors"][case]
+
+
 def test_a_first_batch_that_one_process_refuses_ends_in_all(found: list[dict[str, Any]]) -> None:
     """Or they would wait for it."""
     messages = [process["errors"]["elsewhere"] for process in found]
@@ -137,7 +217,12 @@ def frozen() -> ScheduledEmbeddingBagCollection:
 @pytest.mark.parametrize(
     ("module", "sharding_type", "kernel", "message"),
     [
-        (collection, "table_row_wise", "fused", "expected a sharding type of table_wise, column_wise, row_wise, data_parallel"),
+        (
+            collection,
+            "diagonal",
+            "fused",
+            "expected a sharding type of table_wise, .*, table_row_wise, grid_shard and the compute",
+        ),
         (collection, "table_wise", "fused_uvm", "the compute kernel fused or dense for 'item', got table_wise and fused_uvm"),
         (frozen, "table_wise", "fused", "expected tables that require a gradient, got 'embedding_bags.item.weight' frozen"),
     ],
@@ -156,7 +241,8 @@ def test_the_sharder_says_what_it_shards() -> None:
     assert sharder.module_type is ScheduledEmbeddingBagCollection
     assert list(sharder.shardable_parameters(collection())) == ["item"]
     for device in ("cpu", "cuda"):
-        assert sharder.sharding_types(device) == ["table_wise", "column_wise", "row_wise", "data_parallel"]
+        of_hosts = ["table_column_wise", "table_row_wise", "grid_shard"]
+        assert sharder.sharding_types(device) == ["table_wise", "column_wise", "row_wise", "data_parallel", *of_hosts]
         assert sharder.compute_kernels("row_wise", device) == ["fused"]
         assert sharder.compute_kernels("data_parallel", device) == ["dense"]
     with pytest.raises(NotImplementedError, match="save a checkpoint and shard anew"):
