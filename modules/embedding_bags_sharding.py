@@ -488,12 +488,12 @@ class ScheduledEmbeddingBagCollectionSharder(TablesSharder, EmbeddingBagCollecti
 
     Raises:
         ValueError: when a collection is sharded, another sharding type or compute kernel, frozen tables, an optimizer of
-            `apply_optimizer_in_backward` that has no counterpart, several column shards in one process of several widths or of no
-            multiple of 16, or of the sharding types of hosts shards that do not fit the hosts, a table of one row in a grid, or a
-            group that is not all processes. In forward, before anything is sent, keys that are missing or not those of the first batch in their
-            order, no weights, batches of several sizes without inverse indices, inverse indices that a feature does not have,
-            another number of lengths than the sum of the sizes, and on a CPU wrong inverse indices; a first batch that another
-            process refuses.
+            `apply_optimizer_in_backward` that has no counterpart, several column shards in one process of several widths or of
+            no multiple of 16, or of the sharding types of hosts shards that do not fit the hosts, a table of one row in a grid,
+            or a group that is not all processes. In forward, before anything is sent, keys that are missing or not those of the
+            first batch in their order, no weights, batches of several sizes without inverse indices, inverse indices that a
+            feature does not have, another number of lengths than the sum of the sizes, and on a CPU wrong inverse indices; a
+            first batch that another process refuses.
 
     Shape:
         As `ScheduledEmbeddingBagCollection`, for the samples of each process, which can be none; with a batch size for each key
