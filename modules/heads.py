@@ -33,7 +33,32 @@ class HeadOutput(NamedTuple):
     logits: Tensor
 
 
-class CutCrossEntropyHead(JaggedModule):
+class SplitHead(JaggedModule):
+    """Base of the heads that score items of which each process holds some."""
+
+    @property
+    def split(self) -> RowSplit | None:
+        """Which rows of the item table this process holds; None for all."""
+        return self._split
+
+    @split.setter
+    def split(self, split: RowSplit | None) -> None:
+        if split is not None and (unknown := self._beyond_a_split()):
+            raise ValueError(
+                f"{unknown[0]}: a head whose items are split over processes does not know it; leave it out, or keep all items"
+            )
+        self._split = split
+        for part in self.modules():
+            if isinstance(part, SeededModule):
+                # Items are drawn for the rows of all.
+                part.group = None if split is None else split.group
+
+    def _beyond_a_split(self) -> list[str]:
+        """Options that are given and that a split head does not know."""
+        raise NotImplementedError
+
+
+class CutCrossEntropyHead(SplitHead):
     """Cross-entropy of every row over all items, without the logits in memory. Has no parameters: the item table is passed.
 
     Args:
@@ -92,19 +117,6 @@ class CutCrossEntropyHead(JaggedModule):
         self.memory_budget = memory_budget
         self.register_buffer("class_weight", class_weight)
         self.split = split
-
-    @property
-    def split(self) -> RowSplit | None:
-        """Which rows of the item table this process scores against; None for all."""
-        return self._split
-
-    @split.setter
-    def split(self, split: RowSplit | None) -> None:
-        if split is not None and (unknown := list(self._beyond_a_split())):
-            raise ValueError(
-                f"{unknown[0]}: a head whose items are split over processes does not know it; leave it out, or keep all items"
-            )
-        self._split = split
 
     def forward(
         self, hidden: JaggedTensor, weight: Tensor, targets: Tensor | JaggedTensor, *, bias: Tensor | None = None
@@ -191,7 +203,7 @@ class CutCrossEntropyHead(JaggedModule):
         return ", ".join(parts if self._split is None else [*parts, repr(self._split)])
 
 
-class SampledCrossEntropyHead(JaggedModule):
+class SampledCrossEntropyHead(SplitHead):
     """Loss of every row's target against sampled items. Has no parameters: the item table is passed.
 
     Args:
@@ -269,19 +281,8 @@ class SampledCrossEntropyHead(JaggedModule):
         self.temperature, self.filter_eps, self.sparse, self.ignore_index = temperature, filter_eps, sparse, ignore_index
         self.split = split
 
-    @property
-    def split(self) -> RowSplit | None:
-        """Which rows of the item table this process holds; None for all."""
-        return self._split
-
-    @split.setter
-    def split(self, split: RowSplit | None) -> None:
-        if split is not None and self.sparse:
-            raise ValueError("sparse: a head whose items are split over processes does not know it; leave it out")
-        self._split = split
-        for part in self.sampler.modules():
-            if isinstance(part, SeededModule):
-                part.group = None if split is None else split.group
+    def _beyond_a_split(self) -> list[str]:
+        return ["sparse"] if self.sparse else []
 
     def forward(
         self,

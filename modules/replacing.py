@@ -8,6 +8,7 @@ from typing import Any, cast
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
+from jagged.modules.backward_updates import in_backward_optimizer
 from jagged.modules.embedding_bags import ScheduledEmbeddingBagCollection
 from jagged.modules.embedding_sequences import ScheduledEmbeddingCollection
 from jagged.modules.shared_tables import put_together
@@ -35,7 +36,8 @@ def replace_embeddings(module: nn.Module, **options: Any) -> nn.Module:
 
     Raises:
         TypeError: another option.
-        ValueError: a collection that ours does not take.
+        ValueError: a collection that ours does not take, or one with an optimizer of `apply_optimizer_in_backward` beside
+            `optimizer`.
 
     Example:
         >>> from torch import nn
@@ -85,6 +87,11 @@ def _scheduled(module: nn.Module, options: dict[str, Any]) -> nn.Module:
         tables = rows.embeddings
     else:
         return module
+    if options.get("optimizer") is not None and (applied := in_backward_optimizer(module)) is not None:
+        raise ValueError(
+            f"module: got {applied[0]} of apply_optimizer_in_backward for {next(iter(tables))!r}, which would never run beside "
+            f"optimizer={options['optimizer']!r}; leave one of them out"
+        )
     for name, table in tables.items():
         made._modules_of_tables[name].weight = table.weight
     return made.train(module.training)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -128,6 +129,37 @@ def sampled_differences(items: int, sampler: str, loss: Any, options: dict[str, 
     }
 
 
+def in_training(dtype: torch.dtype | None) -> dict[str, float]:
+    """Under autocast to a dtype, with a checkpoint whose backward pass draws and fetches again, by random seeds of training."""
+    generator = torch.Generator().manual_seed(1)
+    weight, hidden = torch.randn(40, 16, generator=generator), torch.randn(sum(COUNTS), 16, generator=generator)
+    targets = torch.randint(40, (sum(COUNTS),), generator=generator)
+    rank, found = dist.get_rank(), []
+    rows = RowSplit(40, dist.group.WORLD, dist.group.WORLD)
+    for split in (None, rows):
+        head = SampledCrossEntropyHead(samplers(40)["mixed"], split=split)
+        mine = hidden if split is None else own(hidden, rank)
+        states, table = (
+            mine.clone().requires_grad_(),
+            (weight if split is None else weight[rows.block()]).clone().requires_grad_(),
+        )
+        of = targets if split is None else own(targets, rank)
+        # The first process's random state is that of one process; the others' are theirs.
+        torch.manual_seed(0 if split is None else rank)
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss = checkpoint(
+                lambda *given, head=head, of=of: head(jagged(given[0]), given[1], of).loss, states, table, use_reentrant=False
+            )
+        (loss * len(of)).backward()
+        found.append((states.grad, table.grad))
+    (all_states, whole), (states_grad, block) = found
+    return {
+        "hidden": largest(states_grad, own(all_states, rank)),
+        "weight": largest(block, whole[rows.block()]),
+        "norm": float(all_states.norm()),
+    }
+
+
 def drawn_alike() -> dict[str, float]:
     """In training, where each process's random numbers are its own, all draw by the first one's seed."""
     torch.manual_seed(dist.get_rank())
@@ -210,6 +242,7 @@ def main() -> None:
             if loss != "gbce" or sampler not in ("in-batch", "mixed")
         }
         found["drawn alike"] = drawn_alike()
+        found |= {f"in training, {dtype}": in_training(dtype) for dtype in (None, torch.bfloat16)}
         found |= {f"lookup of {items} items": lookup_differences(items) for items in (17, 7, 4, 1)}
         found["target nowhere"] = target_nowhere()
         (root / str(dist.get_rank())).write_text(json.dumps(found))

@@ -381,7 +381,7 @@ def test_messages() -> None:
         (lambda: CutCrossEntropyHead(split=split)(hidden, torch.zeros(6, DIM), ids, bias=torch.zeros(6)), "bias: a head whose"),
         (
             lambda: SampledCrossEntropyHead(UniformSampler(5, 2), sparse=True, split=split),
-            "sparse: a head whose items are split over processes does not know it; leave it out",
+            "sparse: a head whose items are split over processes does not know it; leave it out, or keep all items",
         ),
         (
             lambda: SampledCrossEntropyHead(UniformSampler(6, 2), split=of_six)(

@@ -13,6 +13,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
 from torchrec.distributed.types import Awaitable, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim import RowWiseAdagrad
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
@@ -22,6 +23,7 @@ from jagged.modules import (
     ScheduledEmbeddingBagCollectionSharder,
     ScheduledEmbeddingCollection,
     ScheduledEmbeddingCollectionSharder,
+    replace_embeddings,
 )
 from jagged.training.processes import process_group
 from tests.places import PLACE
@@ -165,3 +167,32 @@ def test_two_optimizers_are_refused(place: str) -> None:
         f"module: got an optimizer of apply_optimizer_in_backward beside {type(module).__name__}(optimizer=...), expected one; "
         "leave one of them out"
     )
+
+
+@pytest.mark.parametrize("place", ["bags", "rows"])
+def test_one_that_would_never_run_is_refused_where_tables_are_exchanged(place: str) -> None:
+    """Without an optimizer of ours it runs as before."""
+
+    def applied() -> nn.Module:
+        of = {"num_embeddings": 10, "embedding_dim": 4, "name": "item", "feature_names": ["item"]}
+        made = (
+            EmbeddingBagCollection([EmbeddingBagConfig(**of)])
+            if place == "bags"
+            else EmbeddingCollection([EmbeddingConfig(**of)])
+        )  # type: ignore[arg-type]
+        apply_optimizer_in_backward(torch.optim.SGD, made.parameters(), {"lr": 0.1})
+        return made
+
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole message follows
+        replace_embeddings(applied(), optimizer="adam", optimizer_options={"learning_rate": 0.1})
+    assert str(caught.value) == (
+        "module: got sgd of apply_optimizer_in_backward for 'item', which would never run beside optimizer='adam'; "
+        "leave one of them out"
+    )
+    module = replace_embeddings(applied())
+    before = next(module.parameters()).detach().clone()
+    found = module(KeyedJaggedTensor(keys=["item"], values=torch.tensor([3]), lengths=torch.tensor([1])))
+    (found.values() if isinstance(found, KeyedTensor) else found["item"].values()).sum().backward()
+    expected = before.clone()
+    expected[3] -= 0.1
+    torch.testing.assert_close(next(module.parameters()).detach(), expected)

@@ -33,6 +33,8 @@ SAMPLED = [
     if loss != "gbce" or sampler not in ("in-batch", "mixed")
 ]  # fmt: skip
 
+TRAINING = ["in training, None", "in training, torch.bfloat16"]
+
 pytestmark = pytest.mark.skipif(PLACE.name != "cpu", reason="processes on the CPU, whatever the place")
 
 
@@ -40,7 +42,7 @@ pytestmark = pytest.mark.skipif(PLACE.name != "cpu", reason="processes on the CP
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """By process."""
     result: list[dict[str, Any]] = told_by("tests.modules.split_processes", tmp_path_factory.mktemp("split"))
-    assert all(process.keys() == {*HEADS, *SAMPLED, *LOOKUPS, "target nowhere", "drawn alike"} for process in result)
+    assert all(process.keys() == {*HEADS, *SAMPLED, *LOOKUPS, "target nowhere", "drawn alike", *TRAINING} for process in result)
     return result
 
 
@@ -56,6 +58,16 @@ def test_a_split_sampled_head_is_the_unsplit_one(found: list[dict[str, Any]], ca
     for process in found:
         # float64, but for the logarithms of probabilities, float32 where ids are given.
         assert all(difference < 1e-5 for difference in process[case].values()), process[case]
+
+
+def test_a_split_sampled_head_under_autocast_and_a_checkpoint(found: list[dict[str, Any]]) -> None:
+    for process in found:
+        # float32: sums of 15 rows in another order.
+        assert all(process[case][name] < 2e-6 for case in TRAINING for name in ("hidden", "weight")), process
+        # Autocast is one.
+        plain, rounded = (process[case]["norm"] for case in TRAINING)
+        assert plain != rounded
+        assert plain == pytest.approx(rounded, rel=0.05)
 
 
 def test_processes_draw_alike(found: list[dict[str, Any]]) -> None:

@@ -303,6 +303,39 @@ def test_ranking_models(
     assert torch.equal(found_, expected)
 
 
+def test_options_reach_every_table_of_a_ranking_model(processes: Processes) -> None:
+    """Pooled ones and sequences, with few rows and many; a run goes on with them bit for bit."""
+    split = shop(beside=True)
+    options: dict[str, Any] = {"table_states": "bfloat16", "table_beta2": 0.9, "table_max_norm": 0.5}
+    of = config("rowwise-adamw", table_decay_missed_steps=True, table_weight_decay=0.1, **options)
+
+    def made() -> Engine:
+        torch.manual_seed(0)
+        model = RankingModel.of(split, table_dims={"item": 6, "tags": 4, "topics": 2}, conditional={"buy": "click"})
+        return Engine(model, of, "32-true", processes)
+
+    def epoch(engine: Engine) -> None:
+        loader = split.train.loader(batch_size=16, shuffle=False, max_history=10)
+        assert all(bool(each.loss.isfinite()) for each in engine.steps(iter(loader), len(loader)))
+
+    engine, other = made(), made()
+    epoch(engine)
+    optimizers = [of for part in engine.task.modules() if isinstance(part, TrainedTables) for of in part.optimizers]
+    assert len(optimizers) > 1
+    for made_of in optimizers:
+        rule = made_of.rule
+        assert (rule.kind, rule.beta2, rule.weight_decay, rule.max_norm) == ("rowwise_adam", 0.9, 0.1, 0.5)
+        assert made_of.first.dtype == made_of.second.dtype == torch.bfloat16
+        assert made_of.last is not None
+        assert int(made_of.last.max()) == int(made_of.step) > 0
+    other.load_state_tensors({name: of.clone() for name, of in engine.state_tensors().items()}, engine.optimizer.steps)
+    epoch(engine)
+    epoch(other)
+    states = other.state_tensors()
+    for name, value in engine.state_tensors().items():
+        assert torch.equal(value, states[name]), name
+
+
 class Foreign(Task):
     """A model that reads its table in a way of its own."""
 
@@ -367,7 +400,7 @@ def test_what_only_rows_have_is_refused_elsewhere(processes: Processes, options:
     assert update_tables_in_backward(Foreign(), TrainerConfig(table_optimizer="adagrad", table_weight_decay=0.0), 1) is None
 
 
-@pytest.mark.parametrize("kind", ["adagrad", "sparse-adamw"])
+@pytest.mark.parametrize("kind", ["adagrad", "sparse-adamw", "rowwise-lamb"])
 def test_a_task_that_was_trained_is_anybodys(tmp_path: Path, kind: str) -> None:
     """A loop of the user's own trains its table by gradients; another run begins as the first."""
     split = split_leave_one_out(tiny_dataset())
