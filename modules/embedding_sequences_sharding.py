@@ -34,7 +34,6 @@ from jagged.modules.table_sharding import (
 )
 
 
-@dataclass
 class _Context(EmbeddingCollectionContext):  # type: ignore[misc]
     """TorchRec's, of a batch that may have no samples."""
 
