@@ -15,7 +15,16 @@ from jagged.ops.embedding_bag.layout import MOST_TURNS as _MOST_TURNS
 from jagged.ops.embedding_bag.triton.columns import BY_WIDTH, FIELDS, FIRST_READER, FIRST_ROW, ROWS, START, UNIT_END, WIDTH
 from jagged.ops.embedding_bag.triton.counting import FIRST_SLOT, LONG, LONG_FIELDS, LONG_ROW, LONG_TABLE
 from jagged.ops.embedding_bag.triton.schedules import group_of, take_unit
-from jagged.ops.embedding_bag.triton.updates import NUM_WIDTHS, NUMBERS, apply_sums, by_row, columns_by, joined_run, schedule_of
+from jagged.ops.embedding_bag.triton.updates import (
+    NUM_WIDTHS,
+    NUMBERS,
+    apply_sums,
+    by_row,
+    columns_by,
+    joined_run,
+    schedule_of,
+    state_of_rows,
+)
 
 FEWEST_TURNS, MOST_TURNS = tl.constexpr(_FEWEST_TURNS), tl.constexpr(_MOST_TURNS)
 # How many times as many columns as `row_columns` a warp takes of a row that an update needs whole: 2^6 at most.
@@ -135,6 +144,7 @@ def rows_unit(
     after = tl.load(bounds + row + 2, mask=row + 1 < last, other=0)
     limit = limit_of(begin, end)
     old = weights_of(weights + start + columns, row, limit > begin, width, in_row, KIND)
+    state = state_of_rows(first, second, first_row + row, limit > begin, KIND)
     total = tl.zeros(in_row.shape, tl.float32)
     place = begin
     source = tl.load(sources + place, mask=place < limit, other=0)
@@ -154,8 +164,8 @@ def rows_unit(
             if tl.max(is_read.to(tl.int32), 0) != 0:
                 element = start + by_row(elements_of(row, width), in_row).to(tl.int64) + columns
                 apply_sums(
-                    total, old, is_read, first_row + row, element, in_row, weights, first, second, last_step, step, corrections,
-                    learning_rate, width, numbers, KIND, IS_STOCHASTIC, IS_DECOUPLED, lanes,
+                    total, old, state, is_read, first_row + row, element, in_row, weights, first, second, last_step, step,
+                    corrections, learning_rate, width, numbers, KIND, IS_STOCHASTIC, IS_DECOUPLED, lanes,
                 )  # fmt: skip
             turns -= 1
             row += 1
@@ -163,6 +173,7 @@ def rows_unit(
             after = tl.load(bounds + row + 2, mask=row + 1 < last, other=0)
             limit = limit_of(begin, end)
             old = weights_of(weights + start + columns, row, limit > begin, width, in_row, KIND)
+            state = state_of_rows(first, second, first_row + row, limit > begin, KIND)
             total = tl.zeros(in_row.shape, tl.float32)
         place, source, second_source = following, next_source, next_second_source
 
@@ -268,7 +279,7 @@ def embedding_bags_long_rows_kernel(
                 if (USED >> i) & 1:  # noqa: SIM102
                     if found == i:
                         joined_run(
-                            sums_of_slices, first_slot, first_slot + num_own - 1, first_row + row, weights, first, second,
+                            sums_of_slices, first_slot, num_own, first_row + row, weights, first, second,
                             last_step, step, corrections, rate, fields, row_stride, eps, beta1, beta2, weight_decay, rest1,
-                            rest2, max_norm, KIND, IS_STOCHASTIC, IS_DECOUPLED, WHOLE_ROWS, i,
+                            rest2, max_norm, KIND, IS_STOCHASTIC, IS_DECOUPLED, WHOLE_ROWS, 1, i,
                         )  # fmt: skip

@@ -14,7 +14,15 @@ import triton.language as tl
 
 from jagged.ops.embedding_bag.triton.columns import BY_WIDTH, FIELDS, FIRST_ROW, IS_MEAN, ROWS, START, WIDTH
 from jagged.ops.embedding_bag.triton.schedules import MOST_COLUMNS, bags_of, group_of, span_of, take_unit
-from jagged.ops.embedding_bag.triton.updates import NUM_WIDTHS, NUMBERS, apply_sums, columns_by, joined_run, schedule_of
+from jagged.ops.embedding_bag.triton.updates import (
+    NUM_WIDTHS,
+    NUMBERS,
+    apply_sums,
+    columns_by,
+    joined_run,
+    schedule_of,
+    state_of_rows,
+)
 
 # Bags, and lookups of each, that a program of the kernel of keys takes at once.
 BLOCK_BAGS, BLOCK_LOOKUPS = 16, 16
@@ -129,10 +137,10 @@ def embedding_bags_rows_map_kernel(
 
 @triton.jit
 def rows_at(
-    grad, factors, weights, key, source, place, is_own, is_last, start, first_row, width, columns, most_source,
+    grad, factors, weights, first, second, key, source, place, is_own, is_last, start, first_row, width, columns, most_source,
     KIND: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Load for one sorted lookup of each group of lanes the row of the gradient and, where a run ends, that of the weights."""
+    """Load for one sorted lookup of each group of lanes the row of the gradient; where a run ends, its weights and state, too."""
     if ALIGNED:
         # It is; said so that the compiler sees it, and makes loads of 16 bytes.
         source = source // 4 * 4
@@ -147,7 +155,7 @@ def rows_at(
     if KIND != "none":
         element = start + (key.to(tl.int64) - first_row) * width
         old = tl.load(weights + (element[:, None] + columns[None, :]), mask=is_last[:, None] & in_row, other=0.0).to(tl.float32)
-    return tile, old
+    return tile, old, state_of_rows(first, second, key.to(tl.int64), is_last, KIND)
 
 
 # Called and not inlined: what one branch computes holds no registers in another.
@@ -207,13 +215,13 @@ def row_unit(
         is_first0, is_first1 = key_before != key0, key0 != key1
         is_last0, is_last1 = is_own0 & (key1 != key0), is_own1 & (key_after != key1)
         # All loads of a turn are under way together.
-        tile0, old0 = rows_at(
-            grad, factors, weights, key0, source0, place, is_own0, is_last0, start, first_row, width, columns, most_source, KIND,
-            ALIGNED,
+        tile0, old0, state0 = rows_at(
+            grad, factors, weights, first, second, key0, source0, place, is_own0, is_last0, start, first_row, width, columns,
+            most_source, KIND, ALIGNED,
         )  # fmt: skip
-        tile1, old1 = rows_at(
-            grad, factors, weights, key1, source1, place + 1, is_own1, is_last1, start, first_row, width, columns, most_source,
-            KIND, ALIGNED,
+        tile1, old1, state1 = rows_at(
+            grad, factors, weights, first, second, key1, source1, place + 1, is_own1, is_last1, start, first_row, width, columns,
+            most_source, KIND, ALIGNED,
         )  # fmt: skip
         next1 = tl.load(keys + place + 3, mask=is_alive & (place + 3 < limit), other=-3)
         next_after = tl.load(keys + place + 4, mask=is_alive & (place + 4 < limit), other=-3)
@@ -233,8 +241,8 @@ def row_unit(
             row = key.to(tl.int64)
             element = (start + (row - first_row) * width)[:, None] + columns[None, :]
             apply_sums(
-                total, old1 if i else old0, is_whole, row, element, in_row, weights, first, second, last_step, step,
-                corrections, learning_rate, width, numbers, KIND, IS_STOCHASTIC, IS_DECOUPLED,
+                total, old1 if i else old0, state1 if i else state0, is_whole, row, element, in_row, weights, first, second,
+                last_step, step, corrections, learning_rate, width, numbers, KIND, IS_STOCHASTIC, IS_DECOUPLED,
             )  # fmt: skip
         # A group ends with its part, or with the run that goes on beyond it.
         place += 2
@@ -312,17 +320,20 @@ def embedding_bags_join_kernel(
         is_later = goes_across & (block > before + 1)
         is_later &= tl.load(keys + place - SPLIT - 1, mask=is_later, other=-2) == key
         if goes_across & (is_later == 0):
-            last_block = block
-            place += SPLIT
-            while (place < last_place) & (tl.load(keys + place, mask=place < last_place, other=-2) == key):
-                last_block += 1
-                place += SPLIT
+            # The part that goes on from the block before, this block's, and those of the blocks that follow, in steps of 32.
+            num_parts, found_all = block * 0 + 2, True
+            while found_all:
+                ahead = place + (num_parts - 1 + tl.arange(0, 32)) * SPLIT
+                same = (ahead < last_place) & (tl.load(keys + ahead, mask=ahead < last_place, other=-2) == key)
+                num_same = tl.sum(same.to(tl.int32), 0)
+                num_parts += num_same
+                found_all = num_same == 32
             found = schedule_of(tl.load(fields + WIDTH), WHOLE_ROWS)
             for i in tl.static_range(2 * NUM_WIDTHS):
                 if (USED >> i) & 1:  # noqa: SIM102
                     if found == i:
                         joined_run(
-                            parts_of_runs, block * 2 - 1, last_block * 2, key, weights, first, second, last_step, step,
+                            parts_of_runs, block * 2 - 1, num_parts, key, weights, first, second, last_step, step,
                             corrections, rate, fields, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2, max_norm, KIND,
-                            IS_STOCHASTIC, IS_DECOUPLED, WHOLE_ROWS, i,
+                            IS_STOCHASTIC, IS_DECOUPLED, WHOLE_ROWS, 2, i,
                         )  # fmt: skip

@@ -12,6 +12,8 @@ from jagged.ops.embedding_bag.triton.columns import FIRST_ROW, START, WIDTH
 NUMBERS = tl.constexpr(128)
 # Widths that programs may have: powers of two from 4 on, to `MOST_COLUMNS`, or where an update needs a whole row to 8,192.
 NUM_WIDTHS = tl.constexpr(12)
+# Numbers of a run's parts that are loaded together where they are joined.
+JOINED = tl.constexpr(2048)
 
 
 @triton.constexpr_function
@@ -24,6 +26,17 @@ def takes_whole_rows(kind, has_max_norm, has_last):
 def is_by_square(kind):
     """Return whether a state has one number a row, of the mean of its squares."""
     return kind.startswith("rowwise_")
+
+
+@triton.jit
+def state_of_rows(first, second, row, mask, KIND: tl.constexpr):
+    """Return the number that each row's state has, where a kind has one, else zeros; to be loaded beside the weights."""
+    state = tl.zeros(row.shape, tl.float32)
+    if KIND == "rowwise_adagrad":
+        state = tl.load(first + row, mask=mask, other=0.0).to(tl.float32)
+    elif is_by_square(KIND):
+        state = tl.load(second + row, mask=mask, other=0.0).to(tl.float32)
+    return state
 
 
 @triton.jit
@@ -62,10 +75,10 @@ def power(log2, exponent):
 
 @triton.jit
 def updated(
-    grad, square, old, first, second, last_step, element, row, corrections, rate, numbers, mask, row_mask, lanes,
+    grad, state, old, first, second, last_step, element, row, corrections, rate, numbers, mask, row_mask, lanes,
     KIND: tl.constexpr, IS_DECOUPLED: tl.constexpr,
 ):  # fmt: skip
-    """Return new weights and store new states; `grad` has the weights' share, `square` is the mean of its squares by row.
+    """Return new weights and store new states; `grad` has the weights' share, `state` is the new number of each row, if any.
 
     With `last_step` rows have betas of their own.
     """
@@ -74,11 +87,11 @@ def updated(
         new = old - rate * grad
     elif KIND == "adagrad" or KIND == "rowwise_adagrad":
         if KIND == "adagrad":
-            state = tl.load(first + element, mask=mask, other=0.0).to(tl.float32) + grad * grad
-            tl.store(first + element, state, mask=mask)
-            new = old - rate * grad / (tl.sqrt_rn(state) + eps)
+            squares = tl.load(first + element, mask=mask, other=0.0).to(tl.float32) + grad * grad
+            tl.store(first + element, squares, mask=mask)
+            new = old - rate * grad / (tl.sqrt_rn(squares) + eps)
         else:
-            state = tl.load(first + row, mask=row_mask, other=0.0).to(tl.float32) + square
+            tl.store(first + row, state, mask=row_mask)
             new = old - rate * grad / by_row(tl.sqrt_rn(state) + eps, grad)
         if IS_DECOUPLED:
             new -= rate * weight_decay * old
@@ -89,8 +102,8 @@ def updated(
         unbiased = mean / tl.load(corrections)
         correction = tl.load(corrections + 1)
         if is_by_square(KIND):
-            variance = beta2 * tl.load(second + row, mask=row_mask, other=0.0).to(tl.float32) + rest2 * square
-            divisor = by_row(tl.sqrt_rn(variance / correction) + eps, grad)
+            tl.store(second + row, state, mask=row_mask)
+            divisor = by_row(tl.sqrt_rn(state / correction) + eps, grad)
         else:
             of_variance = beta2 if last_step is None else by_row(beta2, grad)
             variance = of_variance * tl.load(second + element, mask=mask, other=0.0).to(tl.float32) + rest2 * grad * grad
@@ -125,10 +138,11 @@ def schedule_of(width, WHOLE_ROWS: tl.constexpr):
 
 @triton.jit
 def apply_sums(
-    sums, old, is_stored, row, element, in_row, weights, first, second, last_step, step, corrections, rate, width, numbers,
+    sums, old, state, is_stored, row, element, in_row, weights, first, second, last_step, step, corrections, rate, width, numbers,
     KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, IS_DECOUPLED: tl.constexpr, lanes=None,
 ):  # fmt: skip
-    """Store sums of gradients, `[rows, columns]`, or update weights and states by them; `old` are the weights.
+    """Store sums of gradients, `[rows, columns]`, or update weights and states by them; `old` are the weights
+    and `state` what `state_of_rows` has loaded.
 
     `"rowwise_norm"` stores nothing but the sum of each row's squares, in `first`. With `lanes` sums are `[32, pieces, columns]`:
     that many of a warp's lanes have parts of one row.
@@ -148,20 +162,13 @@ def apply_sums(
         if not IS_DECOUPLED:
             sums += weight_decay * old
         sums = tl.where(mask, sums, 0.0)
-        square = tl.zeros(row.shape, tl.float32)
         if is_by_square(KIND):
-            square = sum_of_squares(sums, lanes)
-            square /= width
+            square = sum_of_squares(sums, lanes) / width
+            state = state + square if KIND == "rowwise_adagrad" else beta2 * state + rest2 * square
         new = updated(
-            sums, square, old, first, second, last_step, element, row, corrections, rate,
+            sums, state, old, first, second, last_step, element, row, corrections, rate,
             (eps, beta1, beta2, weight_decay, rest1, rest2, max_norm), mask, is_stored, lanes, KIND, IS_DECOUPLED,
         )  # fmt: skip
-        if KIND == "rowwise_adagrad":
-            state = tl.load(first + row, mask=is_stored, other=0.0).to(tl.float32) + square
-            tl.store(first + row, state, mask=is_stored)
-        elif is_by_square(KIND):
-            variance = beta2 * tl.load(second + row, mask=is_stored, other=0.0).to(tl.float32) + rest2 * square
-            tl.store(second + row, variance, mask=is_stored)
         if last_step is not None:
             tl.store(last_step + row, tl.load(step) + tl.zeros_like(row), mask=is_stored)
     if IS_STOCHASTIC:
@@ -172,12 +179,17 @@ def apply_sums(
 
 @triton.jit(noinline=True)
 def joined_run(
-    parts_of_runs, first_slot, last_slot, key, weights, first, second, last_step, step, corrections, rate, fields, row_stride,
+    parts_of_runs, first_slot, num_parts, key, weights, first, second, last_step, step, corrections, rate, fields, row_stride,
     eps, beta1, beta2, weight_decay, rest1, rest2, max_norm, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
-    IS_DECOUPLED: tl.constexpr, WHOLE_ROWS: tl.constexpr, SCHEDULE: tl.constexpr,
+    IS_DECOUPLED: tl.constexpr, WHOLE_ROWS: tl.constexpr, STRIDE: tl.constexpr, SCHEDULE: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of one row's lookups up, in their order, and store or apply the sum."""
+    """Add the parts of one row's lookups up, several at once, and store or apply the sum.
+
+    They are in `first_slot`, the next one, and every `STRIDE`-th from there on.
+    """
     COLUMNS: tl.constexpr = columns_by(SCHEDULE)
+    # A row with 50,000 lookups has 400 parts: one after the other each would be waited for.
+    TOGETHER: tl.constexpr = JOINED // COLUMNS if COLUMNS < JOINED else 1
     start, width, first_row = tl.load(fields + START), tl.load(fields + WIDTH), tl.load(fields + FIRST_ROW)
     numbers = (eps, beta1, beta2, weight_decay, rest1, rest2, max_norm)
     row = tl.zeros((1,), tl.int64) + key.to(tl.int64)
@@ -185,16 +197,19 @@ def joined_run(
         columns = part * COLUMNS + tl.arange(0, COLUMNS)
         in_row = (columns < width)[None, :]
         element = (start + (row - first_row) * width)[:, None] + columns[None, :]
-        total = tl.zeros((1, COLUMNS), tl.float32)
-        for slot in range(first_slot, last_slot + 1):
-            # What lies beside it in memory may have been read before this was written: not from the L1.
-            part_of_run = parts_of_runs + slot * row_stride + columns[None, :]
-            total += tl.load(part_of_run, mask=in_row, other=0.0, cache_modifier=".cg")
-        old, learning_rate = total, 0.0
+        old, learning_rate = tl.zeros((1, COLUMNS), tl.float32), 0.0
+        state = state_of_rows(first, second, row, row >= 0, KIND)
         if KIND != "none":
             old = tl.load(weights + element, mask=in_row, other=0.0).to(tl.float32)
             learning_rate = tl.load(rate)
+        totals = tl.zeros((TOGETHER, COLUMNS), tl.float32)
+        for begin in range(0, num_parts, TOGETHER):
+            number = begin + tl.arange(0, TOGETHER)
+            slot = first_slot + tl.maximum(number * STRIDE - (STRIDE - 1), 0)
+            # What lies beside it in memory may have been read before this was written: not from the L1.
+            part_of_run = parts_of_runs + (slot[:, None] * row_stride + columns[None, :])
+            totals += tl.load(part_of_run, mask=(number < num_parts)[:, None] & in_row, other=0.0, cache_modifier=".cg")
         apply_sums(
-            total, old, row >= 0, row, element, in_row, weights, first, second, last_step, step, corrections, learning_rate,
-            width, numbers, KIND, IS_STOCHASTIC, IS_DECOUPLED,
+            tl.sum(totals, 0)[None, :], old, state, row >= 0, row, element, in_row, weights, first, second, last_step, step,
+            corrections, learning_rate, width, numbers, KIND, IS_STOCHASTIC, IS_DECOUPLED,
         )  # fmt: skip
