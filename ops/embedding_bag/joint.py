@@ -319,24 +319,49 @@ class _Table(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, _: Tensor, of: JointUpdate, number: int, backend: str | None) -> Tensor:
         ctx.of, ctx.number, ctx.backend = of, number, backend
-        ctx.task = torch._C._current_graph_task_id()
+        ctx.set_materialize_grads(False)
+        ctx.task = task = torch._C._current_graph_task_id()
+        # For losses that have the table's gradient in factors (`sampled_cross_entropy/pairs.py`).
+        ctx.take_pairs = functools.partial(_take_pairs, of, number, backend, task)
         # Not a view, of which autograd would want to know what becomes of the other tables.
         return of.optimizer.layout.views(of.weights)[number].detach()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[None, ...]:
         of = ctx.of
         _refuse_reentrant(ctx.task)
+        if grad is None:
+            return None, None, None, None
         if grad.is_sparse:
             ids, rows = grad._indices()[0], grad._values()
         else:
             ids, rows = torch.arange(grad.shape[0], device=grad.device), grad
-        layout = _alone(of.optimizer.layout, ctx.number)
         ends = torch.arange(ids.shape[0] + 1, device=ids.device)
-        of_layout = layout.tensor(grad.device), None, layout.fields, None
-        of._hand_over(_Call(layout, WeightsInputs(rows.contiguous(), ids, ends, None, *of_layout), None, ctx.backend))
+        _hand_bags_over(of, ctx.number, ctx.backend, rows, ids, ends, None)
         return None, None, None, None
+
+
+def _take_pairs(of: JointUpdate, number: int, backend: str | None, task: int, rows: Tensor, ids: Tensor, factors: Tensor) -> None:
+    """Take a gradient in factors: row n of `rows` `[N, D]`, times its factors, for its ids, both `[N, P]`; -1 is none."""
+    _refuse_reentrant(task)
+    if ids.is_cuda:
+        ends = torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device)
+    else:
+        # There ids that no table has are errors.
+        counts = ids >= 0
+        ends = torch.cat([torch.zeros(1, dtype=torch.int64), counts.sum(1).cumsum(0)])
+        ids, factors = ids[counts], factors[counts]
+    _hand_bags_over(of, number, backend, rows, ids.flatten(), ends, factors.flatten())
+
+
+def _hand_bags_over(
+    of: JointUpdate, number: int, backend: str | None, rows: Tensor, ids: Tensor, offsets: Tensor, factors: Tensor | None
+) -> None:
+    """Hand gradients of one table over as a lookup's, whose bags have the gradients `rows`."""
+    layout = _alone(of.optimizer.layout, number)
+    of_layout = layout.tensor(rows.device), None, layout.fields, None
+    of._hand_over(_Call(layout, WeightsInputs(rows.contiguous(), ids, offsets, factors, *of_layout), None, backend))
 
 
 def _refuse_reentrant(task: int) -> None:

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from jagged.ops._shared.backends import resolve_backend
 from jagged.ops._shared.losses import Reduction, reduced
-from jagged.ops._shared.validation import validate_ids, validation_is_on
+from jagged.ops._shared.validation import autocast_dtype, validate_ids, validation_is_on
 from jagged.ops.sampled_cross_entropy.checks import check_exclude, check_options, check_tensors, gbce_weight, source_of_negatives
 from jagged.ops.sampled_cross_entropy.draws import Draw, target_correction_of
+from jagged.ops.sampled_cross_entropy.pairs import pairs_taker, with_pairs
 from jagged.ops.sampled_cross_entropy.spec import (
     SAMPLED_LINEAR_CROSS_ENTROPY,
     Correction,
@@ -133,7 +134,8 @@ def sampled_linear_cross_entropy(
             most; those not needed repeat an item (item 0 where no row counts), with zeros, and `coalesce`, which optimizers
             for sparse gradients call, takes them away. Weights of another dtype than hidden are converted as they are
             gathered. `weight` has to be a parameter itself, not a part of one. D should be a multiple of 16: other tables are
-            copied. `torch.compile` breaks its graph there.
+            copied. `torch.compile` breaks its graph there. Of a table that `JointUpdate.table` gives, and where fewer than 16
+            rows share a draw, no gradient of rows is made: the update gets items, factors and hidden states, and sums them up.
         return_lse: also return the logarithm of each row's denominator; it is differentiable. For softmax and refined.
         backend: `"torch"`, `"triton"`, or None to choose by device.
 
@@ -184,7 +186,12 @@ def sampled_linear_cross_entropy(
     # With a filter the direction depends on the finished statistic; backward computes it then. So it does where rows share a
     # draw, for which the kernels' way through the finished statistic is the shorter one. A compiled graph, which serves every
     # number of rows, keeps the direction.
-    shares = chosen == "triton" and not torch.compiler.is_compiling() and source.rows_per_draw >= SHARED_ROWS
+    shares = source.rows_per_draw >= SHARED_ROWS
+    take = pairs_taker(weight) if sparse and not shares else None
+    shares = shares and chosen == "triton" and not torch.compiler.is_compiling()
+    if take is not None and (cast := autocast_dtype(hidden.device.type)) is not None and hidden.dtype != torch.float64:
+        # What the weights' gradient is made of, too.
+        hidden = hidden.to(cast)
     x = Inputs(
         hidden, weight, target, *source[:4], target_correction, excluded, exclude_offsets,
         None if filter_eps is None or sample_weight is None else sample_weight.to(dtype).masked_fill(target == ignore_index, 0),
@@ -203,6 +210,9 @@ def sampled_linear_cross_entropy(
         is_sparse=sparse,
         with_direction=hidden.requires_grad and torch.is_grad_enabled() and filter_eps is None and not shares,
     )
-    out = SAMPLED_LINEAR_CROSS_ENTROPY(x, options, backend)
-    result = reduced(out.losses, target, ignore_index, reduction, sample_weight=sample_weight, backend=backend)
-    return (result, out.lse) if return_lse else result
+    if take is None:
+        losses, lse, *_ = SAMPLED_LINEAR_CROSS_ENTROPY(x, options, backend)
+    else:
+        losses, lse = with_pairs(x, options, backend, take)
+    result = reduced(losses, target, ignore_index, reduction, sample_weight=sample_weight, backend=backend)
+    return (result, lse) if return_lse else result

@@ -74,6 +74,41 @@ class Outputs(NamedTuple):
     direction: Tensor
 
 
+class PairsInputs(NamedTuple):
+    """Gradients of the losses `[N]`, what forward found of rows, `[N]`, then `Inputs` but for the targets' correction."""
+
+    grad_losses: Tensor
+    statistic: Tensor
+    share: Tensor
+    pull: Tensor
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    grad_lse: Tensor | None = None
+    ids: Tensor | None = None
+    log_q: Tensor | None = None
+    probability: Tensor | None = None
+    seed: Tensor | None = None
+    excluded: Tensor | None = None
+    exclude_offsets: Tensor | None = None
+    sample_weight: Tensor | None = None
+
+
+class Pairs(NamedTuple):
+    """The weights' gradient in factors: row n adds `factors[n, j] * hidden[n]` to that of `items[n, j]`, both `[N, ns + 1]`.
+
+    The last is a row's target. Items are int32, -1 where there is none; factors have the dtype of losses.
+    """
+
+    items: Tensor
+    factors: Tensor
+
+
+def inputs_of(x: PairsInputs) -> Inputs:
+    """Return what forward was given."""
+    return Inputs(x.hidden, x.weight, x.target, x.ids, x.log_q, x.probability, x.seed, None, *x[-3:])
+
+
 def loss_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of losses and accumulators."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -122,4 +157,17 @@ SAMPLED_LINEAR_CROSS_ENTROPY = operator(
     gradient_shapes=_gradient_shapes,
     extra=("touched",),
     finish=_finish,
+)
+
+SAMPLED_PAIRS = operator(
+    "sampled_linear_cross_entropy_pairs",
+    PairsInputs,
+    Options,
+    Pairs,
+    shapes=lambda x, o: Pairs(
+        x.hidden.new_empty(x.target.shape[0], o.num_negatives + 1, dtype=torch.int32),
+        x.hidden.new_empty(x.target.shape[0], o.num_negatives + 1, dtype=loss_dtype(x.hidden.dtype)),
+    ),
+    torch="jagged.ops.sampled_cross_entropy.torch_impl:pairs",
+    triton="jagged.ops.sampled_cross_entropy.triton.launch:pairs",
 )

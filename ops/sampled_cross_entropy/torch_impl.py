@@ -13,7 +13,16 @@ from torch import Tensor
 from jagged.ops._shared.offsets import sample_of_row
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.sampled_cross_entropy.draws import Source, draw_ids, log_probability
-from jagged.ops.sampled_cross_entropy.spec import Inputs, Options, Outputs, loss_dtype, num_touched
+from jagged.ops.sampled_cross_entropy.spec import (
+    Inputs,
+    Options,
+    Outputs,
+    Pairs,
+    PairsInputs,
+    inputs_of,
+    loss_dtype,
+    num_touched,
+)
 from jagged.ops.sampled_cross_entropy.touched import compacted, is_first_of_item
 
 # Of the gathered rows and of the logits of one step, each: they stay in the processor's cache.
@@ -113,11 +122,7 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
     item = torch.where(known, x.target, 0).to(torch.int64)
     # A log-sum-exp may be all that has a gradient.
     grad_loss = torch.zeros_like(share) if grads.losses is None else grads.losses
-    grad_logit, grad_statistic = grad_loss * out.pull, grad_loss * share
-    if grads.lse is not None:
-        through = share if o.is_inside else (statistic < torch.inf).to(share.dtype)
-        grad_logit, grad_statistic = grad_logit + grads.lse * (1 - through), grad_statistic + grads.lse * through
-    grad_logit, grad_statistic = (torch.where(known, each * o.scale, 0) for each in (grad_logit, grad_statistic))
+    grad_logit, grad_statistic = _slopes_of_rows(grad_loss, grads.lse, statistic, share, out.pull, known, o)
     part = share if x.sample_weight is None else share * x.sample_weight.abs()
     direction = out.direction if o.filter_eps is None else torch.zeros_like(rows)
     found = {}
@@ -132,12 +137,8 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
     if grad_weight is not None or o.filter_eps is not None:
         for chunk in _chunks(rows, x, o):
             shape = chunk.logits.shape[:2]
-            if o.loss == "bce":
-                weights = chunk.logits.sigmoid_()
-            else:
-                weights = chunk.logits.sub_(_blocks(statistic[chunk.rows], shape)[:, :, None]).exp_()
+            weights = _slopes(chunk, statistic, part, o)
             if o.filter_eps is not None:
-                weights.masked_fill_(weights * _blocks(part[chunk.rows], shape)[:, :, None] < o.filter_eps, 0)
                 direction[chunk.rows] += _flat(weights @ chunk.items, chunk.rows)
             if grad_weight is not None:
                 weights.mul_(_blocks(grad_statistic[chunk.rows], shape)[:, :, None])
@@ -152,6 +153,54 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
         grad_hidden.addcmul_(grad_logit[:, None], x.weight[item].to(rows.dtype))
         found["hidden"] = grad_hidden.to(wanted["hidden"])
     return found
+
+
+def pairs(x: PairsInputs, o: Options) -> Pairs:
+    """Compute the weights' gradient in factors; negatives are drawn again."""
+    given = inputs_of(x)
+    known = _known(given, o)
+    rows = _prepare(x.hidden, known)
+    grad_logit, grad_statistic = _slopes_of_rows(x.grad_losses, x.grad_lse, x.statistic, x.share, x.pull, known, o)
+    part = x.share if x.sample_weight is None else x.share * x.sample_weight.abs()
+    items = torch.full((x.target.shape[0], o.num_negatives + 1), -1, dtype=torch.int32, device=rows.device)
+    factors = rows.new_zeros(items.shape)
+    first = 0
+    for chunk in _chunks(rows, given, o):
+        span, shape = chunk.rows, chunk.logits.shape
+        first = 0 if first == o.num_negatives else first
+        places = slice(first, first + shape[2])
+        # A row without a gradient of its negatives names none.
+        counts = (chunk.logits > -torch.inf) & _blocks(x.statistic[span] < torch.inf, shape)[:, :, None]
+        items[span, places] = _flat(torch.where(counts, chunk.ids[:, None, :], -1), span).to(torch.int32)
+        weights = _slopes(chunk, x.statistic, part, o) * _blocks(grad_statistic[span], shape)[:, :, None]
+        factors[span, places] = _flat(weights.masked_fill_(~counts, 0), span)
+        first += shape[2]
+    items[:, -1] = torch.where(known, x.target, -1)
+    factors[:, -1] = grad_logit
+    return Pairs(items, factors)
+
+
+def _slopes_of_rows(
+    grad_loss: Tensor, grad_lse: Tensor | None, statistic: Tensor, share: Tensor, pull: Tensor, known: Tensor, o: Options
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of rows' target logits and statistics, times the scale."""
+    grad_logit, grad_statistic = grad_loss * pull, grad_loss * share
+    if grad_lse is not None:
+        through = share if o.is_inside else (statistic < torch.inf).to(share.dtype)
+        grad_logit, grad_statistic = grad_logit + grad_lse * (1 - through), grad_statistic + grad_lse * through
+    return torch.where(known, grad_logit * o.scale, 0), torch.where(known, grad_statistic * o.scale, 0)
+
+
+def _slopes(chunk: Chunk, statistic: Tensor, part: Tensor, o: Options) -> Tensor:
+    """Return the derivatives of rows' statistics by the logits of a chunk, in whose place they stand."""
+    shape = chunk.logits.shape[:2]
+    if o.loss == "bce":
+        weights = chunk.logits.sigmoid_()
+    else:
+        weights = chunk.logits.sub_(_blocks(statistic[chunk.rows], shape)[:, :, None]).exp_()
+    if o.filter_eps is not None:
+        weights.masked_fill_(weights * _blocks(part[chunk.rows], shape)[:, :, None] < o.filter_eps, 0)
+    return weights
 
 
 def _touched(x: Inputs, o: Options, known: Tensor, item: Tensor, count: int) -> Tensor:

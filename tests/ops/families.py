@@ -51,6 +51,8 @@ from jagged.ops import (
     quantize_rows,
     sampled_linear_cross_entropy,
 )
+from jagged.ops.sampled_cross_entropy.pairs import with_pairs
+from jagged.ops.sampled_cross_entropy.spec import Inputs, Options
 from tests.places import PLACE
 from tests.strategies import Jagged, jagged_of, random_tensor
 
@@ -182,7 +184,10 @@ def sampled_cross_entropy(batch: Jagged, dtype: torch.dtype, width: int) -> Step
         second = sampled_linear_cross_entropy(
             hidden, weight, target, shared, loss="bce", exclude=lists, reduction="none", backend=PLACE.backend
         )
-        return [first, lse, second]
+        # What of the weights' gradient is in factors, an update would take.
+        x, o = Inputs(hidden[:some], weight, target[:some], seed=seed), Options("uniform", 9, 1, is_corrected=True)
+        third, _ = with_pairs(x, o, PLACE.backend, lambda *_: None)
+        return [first, lse, second, third]
 
     return Step(forward, _leaves(dtype, (batch.total, width), (items, width)))
 

@@ -143,8 +143,9 @@ def test_sums_of_rows(kind: str, options: tuple[str, ...], arch: int) -> None:
     ):
         resources = compile_one(kernel, of, arch, states="bf16" if "states" in options else "fp32")
         assert resources.spills <= ALLOWED_SPILLS["rows"], resources
-        # What a row has missed is three numbers more of it.
-        assert resources.registers <= (128 if "last_step" in options else 96), resources
+        # What a row has missed is three numbers more of it; of programs that join parts there are few.
+        most = 128 if "last_step" in options or kernel is sorting.embedding_bags_join_kernel else 96
+        assert resources.registers <= most, resources
 
 
 @pytest.mark.parametrize("arch", [*TARGETS, AMD])

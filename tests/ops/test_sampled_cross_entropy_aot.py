@@ -26,10 +26,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WIDTHS = (16, 64, 128, 256, 512)
 BLOCKS = {"forward_blocks": "forward", "directions": "directions", "sums": "sums"}
 KERNELS = (
-    "forward_rows", "draw", *BLOCKS, "results", "prepare", "backward_rows", "keys", "offsets", "items", "items_of_sums", "join",
+    "forward_rows", "draw", *BLOCKS, "results", "prepare", "backward_rows", "pairs", "keys", "offsets", "items", "items_of_sums",
+    "join",
 )  # fmt: skip
 POINTERS = {
     **dict.fromkeys(("target", "seed", "excluded", "exclude_offsets", "entries", "touched"), "*i64"),
+    **dict.fromkeys(("factors",), "*fp32"),
     **dict.fromkeys(("ids", "keys", "entry_offsets", "items", "row_target", "part_kept"), "*i32"),
     **dict.fromkeys(("log_q", "probability", "target_correction", "sample_weight", "inverse_scale", "sums"), "*fp32"),
     **dict.fromkeys(("corrections", "part_maximum", "part_sum", "shift", "part", "directions"), "*fp32"),
@@ -55,6 +57,7 @@ def tile_constants(
     row, item = row_configuration(width, dtype, capability), item_configuration(width)
     constants = {
         "forward_rows": {"BLOCK_J": row.negatives, "BLOCK_D": row.columns, "num_warps": row.num_warps},
+        "pairs": {"BLOCK_J": row.negatives, "BLOCK_D": row.columns, "num_warps": row.num_warps, "PART": launch.PAIRS_PART},
         "draw": {"BLOCK": shared_draws.DRAW_BLOCK, "BLOCK_D": shared_draws.ROW_WIDTH},
         "results": {"BLOCK_N": shared_draws.RESULT_BLOCK, "BLOCK_D": shared_draws.ROW_WIDTH},
         "prepare": {"BLOCK_N": shared_draws.ROW_BLOCK, "BLOCK_D": shared_draws.ROW_WIDTH},
@@ -136,7 +139,7 @@ def test_tiles(kernel: str, width: int, dtype: str, arch: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("kernel", ["forward_rows", "draw", "keys", "items"])
+@pytest.mark.parametrize("kernel", ["forward_rows", "draw", "keys", "items", "pairs"])
 def test_kinds_of_negatives(kernel: str, kind: str) -> None:
     check(kernel, "bf16", 256, 90, kind=kind)
 

@@ -12,8 +12,9 @@ from jagged.ops.embedding_bag.triton.columns import FIRST_ROW, START, WIDTH
 NUMBERS = tl.constexpr(128)
 # Widths that programs may have: powers of two from 4 on, to `MOST_COLUMNS`, or where an update needs a whole row to 8,192.
 NUM_WIDTHS = tl.constexpr(12)
-# Numbers of a run's parts that are loaded together where they are joined.
-JOINED = tl.constexpr(2048)
+# Numbers of a run's parts that are loaded together where they are joined, by the stride of the parts: programs that also sum
+# lookups have few registers for it, and longer parts.
+JOINED = tl.constexpr((256, 1024))
 
 
 @triton.constexpr_function
@@ -177,6 +178,12 @@ def apply_sums(
         tl.store(weights + element, new.to(weights.dtype.element_ty), mask=mask)
 
 
+@triton.constexpr_function
+def parts_together(columns, stride):
+    """Return how many parts of a run are loaded together."""
+    return max(1, JOINED[stride - 1] // columns)
+
+
 @triton.jit(noinline=True)
 def joined_run(
     parts_of_runs, first_slot, num_parts, key, weights, first, second, last_step, step, corrections, rate, fields, row_stride,
@@ -189,7 +196,7 @@ def joined_run(
     """
     COLUMNS: tl.constexpr = columns_by(SCHEDULE)
     # A row with 50,000 lookups has 400 parts: one after the other each would be waited for.
-    TOGETHER: tl.constexpr = JOINED // COLUMNS if COLUMNS < JOINED else 1
+    TOGETHER: tl.constexpr = parts_together(COLUMNS, STRIDE)
     start, width, first_row = tl.load(fields + START), tl.load(fields + WIDTH), tl.load(fields + FIRST_ROW)
     numbers = (eps, beta1, beta2, weight_decay, rest1, rest2, max_norm)
     row = tl.zeros((1,), tl.int64) + key.to(tl.int64)

@@ -68,6 +68,60 @@ def sampled_backward_rows_kernel(
 
 
 @triton.jit(do_not_specialize=VARYING)
+def sampled_pairs_kernel(
+    hidden, weight, target, ids, log_q, probability, seed, excluded, exclude_offsets, sample_weight, statistic, share,
+    grad_logit, grad_statistic, items, factors, num_items, num_negatives, num_excluded, hidden_stride, weight_stride,
+    rows_per_draw, parameter, offset, scale, ignore_index, filter_eps, KIND: tl.constexpr, LOSS: tl.constexpr,
+    IS_CORRECTED: tl.constexpr, MASK_HITS: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, BLOCK_J: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Items and factors of a part of a row's negatives, `[N, ns + 1]`, whose logits are computed again; and of its target.
+
+    The gradient of item i is the sum over its entries of factor times the row's hidden state. -1 is no item.
+    """
+    ACCURATE: tl.constexpr = hidden.dtype.element_ty == tl.float32
+    row = tl.program_id(0)
+    row_target, _ = load_target(target, row, row >= 0, num_items, ignore_index)
+    row_statistic, to_statistic = tl.load(statistic + row), tl.load(grad_statistic + row)
+    # A row without a gradient of its negatives names none.
+    live_target = tl.where(row_statistic < float("inf"), row_target, -1)
+    column = tl.arange(0, BLOCK_D)
+    row_hidden = hidden + row.to(tl.int64) * hidden_stride
+    if WIDTH <= BLOCK_D:
+        hidden_tile = tl.load(row_hidden + column, mask=(live_target >= 0) & (column < WIDTH), other=0.0).to(tl.float32)
+    if filter_eps is not None:
+        part = tl.load(share + row)
+        if sample_weight is not None:
+            part *= tl.abs(tl.load(sample_weight + row))
+    first, begin = row.to(tl.int64) * (num_negatives + 1), tl.program_id(1) * PART
+    for start in range(begin, tl.minimum(begin + PART, num_negatives), BLOCK_J):
+        place = start + tl.arange(0, BLOCK_J)
+        item, exists = draw_for_row(
+            ids, probability, seed, excluded, exclude_offsets, row // rows_per_draw, place, row, live_target, num_negatives,
+            num_items, num_excluded, parameter, KIND, MASK_HITS,
+        )  # fmt: skip
+        logits = tl.zeros((BLOCK_J,), tl.float32)
+        for step in range(0, WIDTH, BLOCK_D):
+            if WIDTH > BLOCK_D:
+                hidden_tile = tl.load(row_hidden + step + column, mask=step + column < WIDTH, other=0.0).to(tl.float32)
+            tile = load_tile(weight, item, weight_stride, exists, step, WIDTH, BLOCK_D)
+            logits += tl.sum(rounded_product(tile, hidden_tile[None, :]), 1)
+        logits *= scale
+        if IS_CORRECTED:
+            group = row // rows_per_draw
+            logits -= log_expected(log_q, item, group, place, exists, num_negatives, offset, KIND)
+        weights = slope(tl.where(exists, logits, float("-inf")), row_statistic, LOSS == "bce", ACCURATE)
+        if filter_eps is not None:
+            weights = tl.where(weights * part < filter_eps, 0.0, weights)
+        in_draw = place < num_negatives
+        tl.store(items + first + place, tl.where(exists, item, -1), mask=in_draw)
+        tl.store(factors + first + place, tl.where(exists, weights * to_statistic, 0.0), mask=in_draw)
+    if tl.program_id(1) == 0:
+        tl.store(items + first + num_negatives, row_target)
+        tl.store(factors + first + num_negatives, tl.load(grad_logit + row, mask=row_target >= 0, other=0.0))
+
+
+@triton.jit(do_not_specialize=VARYING)
 def sampled_keys_kernel(
     target, ids, probability, seed, excluded, exclude_offsets, items, statistic, keys, num_rows, num_items, num_negatives,
     num_excluded, rows_per_draw, rows_per_unit, parameter, ignore_index, first_unit, first_row, num_pairs, KIND: tl.constexpr,

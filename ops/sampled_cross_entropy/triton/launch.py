@@ -12,8 +12,8 @@ from jagged.ops._shared.launch import Launcher, bound
 from jagged.ops._shared.losses import side_by_side
 from jagged.ops._shared.matrices import gpu
 from jagged.ops._shared.sizes import cdiv
-from jagged.ops.sampled_cross_entropy.spec import Inputs, Options, Outputs, num_touched
-from jagged.ops.sampled_cross_entropy.triton.backward import sampled_backward_rows_kernel
+from jagged.ops.sampled_cross_entropy.spec import Inputs, Options, Outputs, Pairs, PairsInputs, inputs_of, num_touched
+from jagged.ops.sampled_cross_entropy.triton.backward import sampled_backward_rows_kernel, sampled_pairs_kernel
 from jagged.ops.sampled_cross_entropy.triton.call import Call, call_of
 from jagged.ops.sampled_cross_entropy.triton.configurations import RowConfiguration, row_configuration
 from jagged.ops.sampled_cross_entropy.triton.entries import Slopes, weight_gradient
@@ -21,9 +21,12 @@ from jagged.ops.sampled_cross_entropy.triton.forward import sampled_forward_rows
 from jagged.ops.sampled_cross_entropy.triton.shared_draws import block_directions, block_results, draw_lists, prepare_rows
 
 ROW_BLOCK, ROW_WIDTH = 8, 256
+# Negatives of a row that a program makes pairs of.
+PAIRS_PART = 256
 
 _launch_forward_rows = Launcher(sampled_forward_rows_kernel)
 _launch_backward_rows = Launcher(sampled_backward_rows_kernel)
+_launch_pairs = Launcher(sampled_pairs_kernel)
 
 
 def forward(x: Inputs, o: Options) -> Outputs:
@@ -74,21 +77,54 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
             direction = torch.empty(num_rows, stride, dtype=torch.float32, device=device)
             # The kernel's way with a finished statistic, which writes no losses; a filter of 0 leaves out nothing.
             _forward_rows(c, out._replace(losses=out.share, lse=out.share), direction, o.filter_eps or 0.0)
-    slopes = Slopes(out.statistic, out.share, out.share.new_empty(num_rows), out.share.new_empty(num_rows))
     # A log-sum-exp may be all that has a gradient.
-    grad_loss = torch.zeros_like(out.share) if grads.losses is None else side_by_side(grads.losses)
-    grad_lse = None if grads.lse is None else side_by_side(grads.lse)
-    _launch_backward_rows(
-        (cdiv(num_rows, ROW_BLOCK),),
-        grad_loss, grad_lse, c.x.weight, c.x.target, out.statistic, out.share, out.pull, direction, slopes.grad_logit,
-        slopes.grad_statistic, found.get("hidden"), num_rows, c.num_items, parts, grad_loss.stride(0),
-        0 if grad_lse is None else grad_lse.stride(0), c.weight_stride, stride, o.scale, o.ignore_index,
-        IS_INSIDE=o.is_inside, WIDTH=width, BLOCK_N=ROW_BLOCK, BLOCK_D=ROW_WIDTH,
-    )  # fmt: skip
+    grad_loss = torch.zeros_like(out.share) if grads.losses is None else grads.losses
+    slopes = _slopes_of_rows(c, grad_loss, grads.lse, out, found.get("hidden"), direction, parts, stride)
     if "weight" in wanted:
         found |= weight_gradient(c, lists, rows, slopes, wanted["weight"])
         found["weight"] = _narrowed(found["weight"], width)
     return found
+
+
+def pairs(x: PairsInputs, o: Options) -> Pairs:
+    """Compute items and factors; see the PyTorch implementation."""
+    num_rows, count = x.target.shape[0], o.num_negatives
+    shape, device = (num_rows, count + 1), x.hidden.device
+    found = Pairs(torch.empty(shape, dtype=torch.int32, device=device), torch.empty(shape, dtype=torch.float32, device=device))
+    if num_rows == 0:
+        return found
+    c = call_of(inputs_of(x), o)
+    out = Outputs(x.share, x.share, x.statistic, x.share, x.pull, x.share)
+    slopes = _slopes_of_rows(c, x.grad_losses, x.grad_lse, out, None, x.share, 1, c.width)
+    tile = row_configuration(c.width, x.hidden.dtype, gpu(device).capability)
+    _launch_pairs(
+        (num_rows, cdiv(count, PAIRS_PART)),
+        c.x.hidden, c.x.weight, c.x.target, c.x.ids, c.x.log_q, c.x.probability, c.x.seed, c.x.excluded, c.x.exclude_offsets,
+        c.x.sample_weight, *slopes, *found, c.num_items, count, c.num_excluded, c.hidden_stride, c.weight_stride,
+        o.rows_per_draw, c.parameter, c.offset, o.scale, o.ignore_index, o.filter_eps, KIND=o.kind, LOSS=o.loss,
+        IS_CORRECTED=o.is_corrected, MASK_HITS=o.mask_hits, WIDTH=c.width, PART=PAIRS_PART, BLOCK_J=tile.negatives,
+        BLOCK_D=tile.columns, num_warps=tile.num_warps,
+    )  # fmt: skip
+    return found
+
+
+def _slopes_of_rows(
+    c: Call, grad_loss: Tensor, grad_lse: Tensor | None, out: Outputs, grad_hidden: Tensor | None, direction: Tensor,
+    num_parts: int, direction_stride: int,
+) -> Slopes:  # fmt: skip
+    """Launch the kernel of what rows hand on: to their entries, and to the hidden states if these have a gradient."""
+    slopes = Slopes(out.statistic, out.share, out.share.new_empty(c.num_rows), out.share.new_empty(c.num_rows))
+    grad_loss = side_by_side(grad_loss)
+    grad_lse = None if grad_lse is None else side_by_side(grad_lse)
+    _launch_backward_rows(
+        (cdiv(c.num_rows, ROW_BLOCK),),
+        grad_loss, grad_lse, c.x.weight, c.x.target, out.statistic, out.share, out.pull, direction, slopes.grad_logit,
+        slopes.grad_statistic, grad_hidden, c.num_rows, c.num_items, num_parts, grad_loss.stride(0),
+        0 if grad_lse is None else grad_lse.stride(0), c.weight_stride, direction_stride, c.o.scale, c.o.ignore_index,
+        IS_INSIDE=c.o.is_inside, WIDTH=c.width if grad_hidden is None else grad_hidden.shape[1], BLOCK_N=ROW_BLOCK,
+        BLOCK_D=ROW_WIDTH,
+    )  # fmt: skip
+    return slopes
 
 
 def _forward_rows(c: Call, out: Outputs, direction: Tensor | None, filter_eps: float | None) -> None:
