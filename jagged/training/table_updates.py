@@ -29,8 +29,6 @@ KINDS: dict[str, BagOptimizerKind] = {
     "lamb": "lamb",
     "rowwise-lamb": "rowwise_lamb",
 }
-# Rows that share a draw from which a step's items are few beside those of the table.
-FEWEST_ROWS_PER_DRAW = 64
 #: Kinds that have no dense counterpart: rows that a batch does not name keep their moments and are not decayed.
 BY_ROWS_ALONE = ("sparse-adamw", "rowwise-adamw", "lamb", "rowwise-lamb")
 
@@ -57,21 +55,14 @@ def of_rows_alone(config: LoopOptions) -> str | None:
 def updates_rows(task: nn.Module, config: LoopOptions, world_size: int) -> bool:
     """Whether a task's tables are updated row by row, if all of them learn.
 
-    A head over all items has a gradient of the whole table, and one that draws for each row has one of nearly all of its rows: a
-    dense optimizer takes that as it is, in less time (`benchmarks/table_steps.py`).
+    A head over all items has a gradient of the whole table, which a dense optimizer takes as it is, in less time
+    (`benchmarks/table_steps.py`).
     """
     if config.table_optimizer not in KINDS or world_size > 1:
         return False
     if isinstance(task, NextItemTask) and isinstance(task.model, SASRec):
-        return of_rows_alone(config) is not None or task.head is None or _names_few_rows(task.head)
+        return of_rows_alone(config) is not None or task.head is None or isinstance(task.head, SampledCrossEntropyHead)
     return isinstance(task, RankingModel)
-
-
-def _names_few_rows(head: nn.Module) -> bool:
-    if not isinstance(head, SampledCrossEntropyHead):
-        return False
-    per_draw = getattr(head.sampler, "rows_per_draw", None)
-    return per_draw is None or per_draw >= FEWEST_ROWS_PER_DRAW
 
 
 class RowUpdates:
