@@ -108,6 +108,7 @@ def test_forward_of_small_batches(dtype: str, is_weighted: bool, widths: str, ar
     [
         ("none", ()),
         ("sgd", ()),
+        ("rowwise_norm", ()),
         *(pytest.param(kind, (), marks=pytest.mark.long) for kind in KINDS if kind != "sgd"),
         *(pytest.param(kind, ("max_norm",), marks=pytest.mark.long) for kind in KINDS),
         pytest.param("adagrad", ("decoupled",), marks=pytest.mark.long),
@@ -143,8 +144,8 @@ def test_sums_of_rows(kind: str, options: tuple[str, ...], arch: int) -> None:
     ):
         resources = compile_one(kernel, of, arch, states="bf16" if "states" in options else "fp32")
         assert resources.spills <= ALLOWED_SPILLS["rows"], resources
-        # What a row has missed is three numbers more of it; of programs that join parts there are few.
-        most = 128 if "last_step" in options or kernel is sorting.embedding_bags_join_kernel else 96
+        # What a row has missed is three numbers more of it. Of programs that join parts there are few.
+        most = 168 if kernel is sorting.embedding_bags_join_kernel else 128 if "last_step" in options else 96
         assert resources.registers <= most, resources
 
 

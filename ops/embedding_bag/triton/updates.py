@@ -35,7 +35,7 @@ def state_of_rows(first, second, row, mask, KIND: tl.constexpr):
     state = tl.zeros(row.shape, tl.float32)
     if KIND == "rowwise_adagrad":
         state = tl.load(first + row, mask=mask, other=0.0).to(tl.float32)
-    elif is_by_square(KIND):
+    elif KIND == "rowwise_adam" or KIND == "rowwise_lamb":
         state = tl.load(second + row, mask=mask, other=0.0).to(tl.float32)
     return state
 
