@@ -9,9 +9,10 @@ from torch import Tensor
 
 from jagged.ops._shared.backends import resolve_backend
 from jagged.ops._shared.losses import Reduction, reduced
+from jagged.ops._shared.sizes import cdiv
 from jagged.ops._shared.validation import autocast_dtype, validate_ids, validation_is_on
 from jagged.ops.sampled_cross_entropy.checks import check_exclude, check_options, check_tensors, gbce_weight, source_of_negatives
-from jagged.ops.sampled_cross_entropy.draws import Draw, target_correction_of
+from jagged.ops.sampled_cross_entropy.draws import Draw, Source, target_correction_of
 from jagged.ops.sampled_cross_entropy.pairs import pairs_taker, with_pairs
 from jagged.ops.sampled_cross_entropy.spec import (
     SAMPLED_LINEAR_CROSS_ENTROPY,
@@ -23,6 +24,10 @@ from jagged.ops.sampled_cross_entropy.spec import (
     loss_dtype,
 )
 from jagged.ops.sampled_cross_entropy.triton.configurations import SHARED_ROWS
+
+# Rows that are gathered for each of the table's, up to which a sparse gradient is made as if the table were large: with rows
+# that are converted as they are gathered, and, where an update takes it, in factors.
+MOST_GATHERED = 3
 
 
 class _Options(TypedDict, total=False):
@@ -133,9 +138,11 @@ def sampled_linear_cross_entropy(
             gives: memory and time of a step do not grow with V. It has as many rows as there are negatives and targets, V at
             most; those not needed repeat an item (item 0 where no row counts), with zeros, and `coalesce`, which optimizers
             for sparse gradients call, takes them away. Weights of another dtype than hidden are converted as they are
-            gathered. `weight` has to be a parameter itself, not a part of one. D should be a multiple of 16: other tables are
-            copied. `torch.compile` breaks its graph there. Of a table that `JointUpdate.table` gives, and where fewer than 16
-            rows share a draw, no gradient of rows is made: the update gets items, factors and hidden states, and sums them up.
+            gathered, or at once where a step gathers three times as many as there are. `weight` has to be a parameter itself,
+            not a part of one. D should be a multiple of 16: other tables are copied. `torch.compile` breaks its graph there.
+            Of a table that `JointUpdate.table` gives, where fewer than 16 rows share a draw and gather at most three times as
+            many items as there are, no gradient of rows is made: the update gets items, factors and hidden states, and sums
+            them up.
         return_lse: also return the logarithm of each row's denominator; it is differentiable. For softmax and refined.
         backend: `"torch"`, `"triton"`, or None to choose by device.
 
@@ -186,9 +193,12 @@ def sampled_linear_cross_entropy(
     # With a filter the direction depends on the finished statistic; backward computes it then. So it does where rows share a
     # draw, for which the kernels' way through the finished statistic is the shorter one. A compiled graph, which serves every
     # number of rows, keeps the direction.
-    shares = source.rows_per_draw >= SHARED_ROWS
-    take = pairs_taker(weight) if sparse and not shares else None
-    shares = shares and chosen == "triton" and not torch.compiler.is_compiling()
+    is_compiled = torch.compiler.is_compiling()
+    shares = chosen == "triton" and not is_compiled and source.rows_per_draw >= SHARED_ROWS
+    gathers_little = sparse and _num_gathered(hidden.shape[0], source) <= MOST_GATHERED * num_items
+    take = None
+    if gathers_little and not is_compiled and source.rows_per_draw < SHARED_ROWS:
+        take = pairs_taker(weight)
     if take is not None and (cast := autocast_dtype(hidden.device.type)) is not None and hidden.dtype != torch.float64:
         # What the weights' gradient is made of, too.
         hidden = hidden.to(cast)
@@ -208,6 +218,8 @@ def sampled_linear_cross_entropy(
         ignore_index=ignore_index,
         filter_eps=filter_eps,
         is_sparse=sparse,
+        # A cast copies the whole table; else the rows that are gathered are converted.
+        casts_weight=not gathers_little,
         with_direction=hidden.requires_grad and torch.is_grad_enabled() and filter_eps is None and not shares,
     )
     if take is None:
@@ -216,3 +228,8 @@ def sampled_linear_cross_entropy(
         losses, lse = with_pairs(x, options, backend, take)
     result = reduced(losses, target, ignore_index, reduction, sample_weight=sample_weight, backend=backend)
     return (result, lse) if return_lse else result
+
+
+def _num_gathered(num_rows: int, source: Source) -> int:
+    """Return how many rows of the table a call gathers, those that share a draw being one."""
+    return num_rows + cdiv(num_rows, source.rows_per_draw if source.rows_per_draw >= SHARED_ROWS else 1) * source.num_negatives

@@ -29,8 +29,8 @@ Taker = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def pairs_taker(weight: Tensor) -> Taker | None:
-    """Return what takes the gradient of a table in factors; None where nothing does, or a compiler would not see it."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    """Return what takes the gradient of a table in factors; None where nothing does."""
+    if not torch.is_grad_enabled():
         return None
     taker: Taker | None = getattr(weight.grad_fn, "take_pairs", None)
     return taker

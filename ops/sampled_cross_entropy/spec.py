@@ -39,7 +39,8 @@ class Options(NamedTuple):
     """Negatives as `draws.Source` has them, and what is computed.
 
     `loss` is "softmax", "refined" or "bce"; `is_corrected` subtracts log(ns q) from the negatives; `is_inside` has the positive
-    in the denominator; `positive_weight` is bce's beta; `is_sparse` says it of the weights' gradient.
+    in the denominator; `positive_weight` is bce's beta; `is_sparse` says it of the weights' gradient; `casts_weight` whether
+    autocast does.
     """
 
     kind: str
@@ -55,6 +56,7 @@ class Options(NamedTuple):
     ignore_index: int = -100
     filter_eps: float | None = None
     is_sparse: bool = False
+    casts_weight: bool = True
     with_direction: bool = True
 
 
@@ -152,8 +154,7 @@ SAMPLED_LINEAR_CROSS_ENTROPY = operator(
     torch="jagged.ops.sampled_cross_entropy.torch_impl:forward,backward",
     triton="jagged.ops.sampled_cross_entropy.triton.launch:forward,backward",
     saved=(*(name for name in Inputs._fields if name != "target_correction"), *Outputs._fields[2:]),
-    # A cast of weight copies the whole table; where its gradient is sparse the rows that are gathered are converted.
-    autocast=lambda o: ("hidden",) if o.is_sparse else ("hidden", "weight"),
+    autocast=lambda o: ("hidden", "weight") if o.casts_weight else ("hidden",),
     gradient_shapes=_gradient_shapes,
     extra=("touched",),
     finish=_finish,

@@ -142,7 +142,9 @@ def test_sums_of_rows(kind: str, options: tuple[str, ...], arch: int) -> None:
         (rows.embedding_bags_counted_rows_kernel, constants | {"ALIGNED": False, "USED": 1}),
         (rows.embedding_bags_long_rows_kernel, constants | aligned),
     ):
-        resources = compile_one(kernel, of, arch, states="bf16" if "states" in options else "fp32")
+        num_warps = sorting.JOINING_WARPS if kernel is sorting.embedding_bags_join_kernel else 1
+        states = "bf16" if "states" in options else "fp32"
+        resources = compile_one(kernel, of, arch, states=states, num_warps=num_warps)
         assert resources.spills <= ALLOWED_SPILLS["rows"], resources
         # What a row has missed is three numbers more of it. Of programs that join parts there are few.
         most = 168 if kernel is sorting.embedding_bags_join_kernel else 128 if "last_step" in options else 96

@@ -255,7 +255,7 @@ class _Sums:
             _launch_join(
                 (sorting.JOINING * gpu(self.device).multiprocessors,),
                 keys, parts_of_runs, *self.state, begins, block_ends, num_tables, self.row_stride, *self.numbers,
-                SPLIT=split, **self.options,
+                SPLIT=split, **self.options | {"num_warps": sorting.JOINING_WARPS},
             )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ NUMBERS = tl.constexpr(128)
 NUM_WIDTHS = tl.constexpr(12)
 # Numbers of a run's parts that are loaded together where they are joined, by the stride of the parts: programs that also sum
 # lookups have few registers for it, and longer parts.
-JOINED = tl.constexpr((256, 1024))
+JOINED = tl.constexpr((256, 4096))
 
 
 @triton.constexpr_function

@@ -82,7 +82,7 @@ def weight_gradient(c: Call, lists: Lists | None, rows: Rows | None, slopes: Slo
         inverse_scale = inverse_scale_of(x.target != o.ignore_index, slopes.grad_statistic)
     touched = None
     # Of several ranges the items are not known before the last: these share a gradient of the whole table.
-    is_touched = None if is_whole or not o.is_sparse else torch.zeros(c.num_items + 1, dtype=torch.bool, device=device)
+    is_touched = None if is_whole or not o.is_sparse else torch.zeros(c.num_items, dtype=torch.bool, device=device)
     for first_unit in range(0, num_units, units):
         last_unit = min(first_unit + units, num_units)
         first, last = (min(num_rows, unit // parts * per_draw + unit % parts * per_unit) for unit in (first_unit, last_unit))
@@ -91,18 +91,28 @@ def weight_gradient(c: Call, lists: Lists | None, rows: Rows | None, slopes: Slo
         sums = None
         if lists is not None and rows is not None:
             sums = block_sums(c, lists, rows, slopes.grad_statistic, inverse_scale, *span[:3])
-        if is_touched is not None:
-            is_touched.index_fill_(0, keys.to(torch.int64), True)
-        elif o.is_sparse:
+        if is_touched is None and o.is_sparse and most_touched < c.num_items:
             touched, place = compacted(keys, is_first_of_item(keys, c.num_items), most_touched)
             keys = torch.where(keys < c.num_items, place, most_touched).to(torch.int32)
-        _add_entries(c, slopes, span, keys, entries, sums, touched, grad_weight, adds=not is_whole)
-    if is_touched is not None:
+        offsets = _add_entries(c, slopes, span, keys, entries, sums, touched, grad_weight, adds=not is_whole)
+        if is_touched is not None:
+            is_touched |= offsets.diff() > 0
+        elif o.is_sparse and touched is None:
+            touched = _each_or_another(offsets.diff() > 0)
+    if is_touched is not None and most_touched == c.num_items:
+        touched = _each_or_another(is_touched)
+    elif is_touched is not None:
         items = torch.arange(c.num_items, device=device)
-        touched, place = compacted(items, is_touched[:-1], most_touched)
+        touched, place = compacted(items, is_touched, most_touched)
         grad_weight = grad_weight[touched].masked_fill_((items[:most_touched] > place[-1])[:, None], 0)
     grad_weight = grad_weight if is_whole else grad_weight.to(dtype)
     return {"weight": grad_weight} if touched is None else {"weight": grad_weight, "touched": touched}
+
+
+def _each_or_another(is_touched: Tensor) -> Tensor:
+    """Return for every item itself, if it has a gradient, and else one that has; 0 where none has."""
+    items = torch.arange(is_touched.shape[0], device=is_touched.device)
+    return torch.where(is_touched, items, torch.where(is_touched, items, 0).amax())
 
 
 def entry_keys(c: Call, lists: Lists | None, statistic: Tensor, span: Range) -> Tensor:
@@ -123,8 +133,11 @@ def entry_keys(c: Call, lists: Lists | None, statistic: Tensor, span: Range) -> 
 def _add_entries(
     c: Call, slopes: Slopes, span: Range, keys: Tensor, entries: Tensor, sums: Tensor | None, touched: Tensor | None,
     grad_weight: Tensor, *, adds: bool,
-) -> None:  # fmt: skip
-    """Add entries to the gradients of their items, `keys`, in ascending order; of places in `touched` if that is given."""
+) -> Tensor:  # fmt: skip
+    """Add entries to the gradients of their items, `keys`, in ascending order; of places in `touched` if that is given.
+
+    Return where each item's entries begin, and the last one's end.
+    """
     x, o, width, num_items = c.x, c.o, c.width, grad_weight.shape[0]
     num_entries = keys.shape[0]
     entry_offsets = keys.new_empty(num_items + 1)
@@ -147,3 +160,4 @@ def _add_entries(
             (others, columns), entry_offsets, first_sums, other_sums, grad_weight, num_items, num_entries, ADDS=adds,
             WIDTH=width, CHUNK=CHUNK, BLOCK_C=JOIN_BLOCK, BLOCK_D=tile.columns,
         )  # fmt: skip
+    return entry_offsets
