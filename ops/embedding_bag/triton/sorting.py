@@ -34,7 +34,7 @@ STREAM, SPLIT, MANY_LOOKUPS = (16, 32), (64, 128), 1 << 18
 # Tables that the kernel of the units takes at once.
 BLOCK_TABLES = 1024
 # Programs that join what was cut, for each multiprocessor, and their warps: the row that most lookups name is waited for.
-JOINING, JOINING_WARPS = 16, 4
+JOINING, JOINING_WARPS = 4, 4
 
 
 @triton.jit
