@@ -58,6 +58,7 @@ from jagged.ops.group_sparse import (
     group_sparse_linear,
     group_sparse_topk,
 )
+from jagged.ops.host_rows import exchange_rows
 from jagged.ops.linear_bce import linear_bce
 from jagged.ops.sampled_cross_entropy import (
     Correction,
@@ -95,6 +96,7 @@ __all__ = [
     "dense_to_jagged",
     "drawn_negatives",
     "embedding_bags",
+    "exchange_rows",
     "from_nested",
     "group_sparse_bce",
     "group_sparse_cross_entropy",

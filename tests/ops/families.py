@@ -25,6 +25,7 @@ from jagged.ops import (
     catalogue_topk,
     dense_to_jagged,
     embedding_bags,
+    exchange_rows,
     group_sparse_bce,
     group_sparse_cross_entropy,
     group_sparse_linear,
@@ -351,6 +352,23 @@ def softmax(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     return Step(forward, _leaves(dtype, (batch.total, width)))
 
 
+def host_rows(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
+    table = random_tensor((2 * batch.total + 1, width), dtype, 5).cpu()
+    table = table.pin_memory() if PLACE.device.type == "cuda" else table
+    slots = torch.arange(batch.total, device=PLACE.device)
+
+    def forward(values: Tensor) -> list[Tensor]:
+        cached = values.detach().clone()
+        # Every third slot keeps its rows, every second row is not written back.
+        coming = torch.where(slots % 3 > 0, slots, -1)
+        exchange_rows(
+            cached, table, slots.flip(0), torch.where(slots % 2 > 0, slots + batch.total, -1), coming, backend=PLACE.backend
+        )
+        return [cached]
+
+    return Step(forward, _leaves(dtype, (batch.total, width)), is_differentiable=False)
+
+
 FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
     "attention": attention,
     "attention_with_biases": attention_with_biases,
@@ -362,6 +380,7 @@ FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
     "embedding_bag": embedding_bag,
     "group_sparse": group_sparse,
     "group_sparse_softmax": group_sparse_softmax,
+    "host_rows": host_rows,
     "linear_bce": bce_of_linear,
     "pair_bmm": pair_bmm,
     "quantised_bags": quantised_bags,

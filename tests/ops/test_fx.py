@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from jagged import ops
 
-# What takes no tensors, what checks them, and what makes an ordinary tensor of a container or of random numbers.
+# What takes no tensors, what checks or changes them, and what makes an ordinary tensor of a container or of random numbers.
 NOT_RECORDED = {
     "drawn_negatives",
+    "exchange_rows",
     "from_nested",
     "linear_cross_entropy_strategy",
     "trust_values",

@@ -1,0 +1,99 @@
+"""Exchanges of cached rows against a loop over them. They move bits, so results are equal, not close."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from jagged.ops import exchange_rows
+from tests.places import PLACE, Place
+from tests.strategies import random_tensor, seeds
+
+DTYPES = (*PLACE.dtypes, torch.float64, torch.int64)
+
+
+def on_host(table: Tensor) -> Tensor:
+    return table.pin_memory() if PLACE.device.type == "cuda" else table
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    return (100 * random_tensor(shape, torch.float32, seed)).cpu().to(dtype)
+
+
+@given(
+    st.sampled_from(DTYPES), st.integers(1, 12), st.integers(2, 20), st.sampled_from([1, 3, 4, 20, 64, 128, 1030]), seeds(),
+    st.sampled_from([torch.int32, torch.int64]),
+)  # fmt: skip
+def test_rows_go_both_ways(
+    place: Place, dtype: torch.dtype, slots: int, rows: int, width: int, seed: int, numbers_dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    cached, table = numbers((slots, width), dtype, seed), numbers((rows, width), dtype, seed + 1)
+    count = int(torch.randint(min(slots, rows // 2) + 1, (), generator=generator))
+    chosen = torch.randperm(slots, generator=generator)[:count]
+    leaving, coming = torch.randperm(rows, generator=generator)[: 2 * count].split([count, count])
+    leaving, coming = (torch.where(torch.rand(count, generator=generator) < 0.3, -1, of) for of in (leaving, coming))
+    expected, expected_table = cached.clone(), table.clone()
+    for slot, old, new in zip(chosen.tolist(), leaving.tolist(), coming.tolist(), strict=True):
+        if old >= 0:
+            expected_table[old] = cached[slot]
+        if new >= 0:
+            expected[slot] = table[new]
+    ours, table = cached.clone().to(place.device), on_host(table)
+    given_numbers = (of.to(place.device, numbers_dtype) for of in (chosen, leaving, coming))
+    exchange_rows(ours, table, *given_numbers, backend=place.backend)
+    torch.testing.assert_close(ours.cpu(), expected, rtol=0, atol=0)
+    torch.testing.assert_close(table, expected_table, rtol=0, atol=0)
+
+
+def test_more_rows_than_a_program_takes(place: Place) -> None:
+    cached, table = numbers((700, 1), torch.float32, 0), numbers((1400, 1), torch.float32, 1)
+    ours, host, slots = cached.clone().to(place.device), on_host(table.clone()), torch.arange(700, device=place.device)
+    exchange_rows(ours, host, slots, slots + 700, slots, backend=place.backend)
+    torch.testing.assert_close(ours.cpu(), table[:700], rtol=0, atol=0)
+    torch.testing.assert_close(host[700:], cached, rtol=0, atol=0)
+
+
+def test_what_was_read_before_is_seen_to_have_changed(place: Place) -> None:
+    cached, table = torch.zeros(2, 4, device=place.device), on_host(torch.zeros(3, 4))
+    versions = cached._version, table._version
+    slots = torch.arange(1, device=place.device)
+    exchange_rows(cached, table, slots, slots, slots + 1, backend=place.backend)
+    assert cached._version > versions[0]
+    assert table._version > versions[1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"cached": torch.zeros(4, dtype=torch.float32)}, "cached: expected shape [rows, W], got [4]"),
+        ({"table": torch.zeros(3, 4).half()}, "table: expected the dtype of cached, torch.float32, got torch.float16"),
+        ({"table": torch.zeros(3, 5)}, "table: expected the width of cached, 4, got 5"),
+        (
+            {"table": torch.zeros(4, 3).T},
+            "table: expected adjacent rows, got stride [1, 3]; pass a contiguous tensor",
+        ),
+        ({"coming": torch.zeros(2, dtype=torch.int64)}, "coming: expected one for each of the 1 slots, got 2"),
+        ({"table": torch.zeros(3, 4, device="meta")}, "table: expected rows in the host's memory, got meta"),
+    ],
+)
+def test_what_is_refused(changed: dict[str, Tensor], message: str) -> None:
+    one = torch.zeros(1, dtype=torch.int64)
+    given_tensors: dict[str, Any] = {"cached": torch.zeros(2, 4), "table": torch.zeros(3, 4)}
+    given_tensors |= {"slots": one, "leaving": one, "coming": one + 1}
+    with pytest.raises((ValueError, TypeError), match=f"^{re.escape(message)}$"):
+        exchange_rows(**given_tensors | changed)
+
+
+@pytest.mark.gpu
+def test_pageable_memory_is_refused_beside_a_gpu() -> None:
+    one = torch.zeros(1, dtype=torch.int64, device="cuda")
+    message = "table: expected pinned memory, which a GPU reads, got pageable; pass table.pin_memory()"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        exchange_rows(torch.zeros(2, 4, device="cuda"), torch.zeros(3, 4), one, one, one + 1)

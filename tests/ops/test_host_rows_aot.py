@@ -1,0 +1,39 @@
+"""The exchange compiles for the GPUs we name, without spills, and moves 16 bytes at a time where rows allow it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from jagged.ops._shared.sizes import next_power_of_2
+from tests.aot import AMD, TARGETS, compile_kernel
+from tests.places import PLACE
+
+pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
+
+SIZES = {"fp32": 4, "bf16": 2, "i64": 8}
+
+
+def compiled(dtype: str, width: int, arch: int | str) -> Any:
+    from jagged.ops.host_rows.kernels import MOST_COLUMNS, MOST_ROWS, TILE_BYTES, exchange_rows_kernel
+
+    columns = min(next_power_of_2(width), MOST_COLUMNS)
+    rows = max(1, min(TILE_BYTES // SIZES[dtype] // columns, MOST_ROWS))
+    types = {"cached": f"*{dtype}", "table": f"*{dtype}", "slots": "*i32", "leaving": "*i32", "coming": "*i32"}
+    types |= dict.fromkeys(("num_exchanges", "num_slots", "num_rows"), "i32")
+    return compile_kernel(exchange_rows_kernel, types, {"WIDTH": width, "ROWS": rows, "COLUMNS": columns}, arch=arch)
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize(("dtype", "width"), [("fp32", 1), ("fp32", 20), ("fp32", 128), ("bf16", 64), ("fp32", 1030), ("i64", 1)])
+def test_nothing_is_spilled(dtype: str, width: int, arch: int) -> None:
+    used = compiled(dtype, width, arch)
+    assert used.spills == 0
+    if width % 4 == 0 and arch == 90:
+        accesses = ("v4.b32", "v2.b32") if dtype == "bf16" else ("v4.b32",)
+        assert any(access in used.assembly for access in accesses)
+
+
+def test_amd() -> None:
+    assert compiled("fp32", 128, AMD).shared_bytes == 0
