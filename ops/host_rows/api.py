@@ -22,12 +22,13 @@ def exchange_rows(
 
     Args:
         cached: `[S, W]`, float32, bfloat16, float16, float64 or int64, contiguous: the slots. Changed in place.
-        table: `[R, W]` of the same dtype, contiguous, on the CPU; pinned (page-locked) where `cached` is on a GPU. Changed in
-            place.
+        table: `[U, A]` of the same dtype, contiguous, on the CPU; pinned (page-locked) where `cached` is on a GPU. Changed in
+            place. A row is `W / A` lines, one after the other, and begins at any: so tables that do not lie side by side are one.
+            In the simplest case `A` is `W`.
         slots: `[N]`, int32 or int64: each once.
-        leaving: `[N]`, int32 or int64: the row of the table that the slot's contents are written to; below 0: none is.
-        coming: `[N]`, int32 or int64: the row of the table that the slot gets; below 0: it stays as it is. No row may leave and
-            come in one call.
+        leaving: `[N]`, int32 or int64: the line of the table from which the slot's contents are written; below 0: they are not.
+        coming: `[N]`, int32 or int64: the line of the table where the row that the slot gets begins; below 0: it stays as it is.
+            No row may leave and come in one call.
         backend: `"torch"` or `"triton"`; None takes Triton for CUDA tensors and PyTorch for the rest.
 
     Raises:
@@ -48,8 +49,10 @@ def exchange_rows(
             raise ValueError(f"{name}: expected adjacent rows, got stride {list(tensor.stride())}; pass a contiguous tensor")
     if table.dtype != cached.dtype:
         raise TypeError(f"table: expected the dtype of cached, {cached.dtype}, got {table.dtype}")
-    if table.shape[1] != cached.shape[1]:
-        raise ValueError(f"table: expected the width of cached, {cached.shape[1]}, got {table.shape[1]}")
+    if not table.shape[1] or cached.shape[1] % table.shape[1]:
+        raise ValueError(
+            f"table: expected lines of a width that divides that of cached, {cached.shape[1]}, got {table.shape[1]} columns"
+        )
     if not table.is_cpu:
         raise ValueError(f"table: expected rows in the host's memory, got {table.device}")
     if cached.is_cuda and not table.is_pinned():

@@ -14,10 +14,10 @@ TILE_BYTES = 8192
 MOST_ROWS, MOST_COLUMNS = 256, 1024
 
 
-@triton.jit(do_not_specialize=["num_exchanges", "num_slots", "num_rows"])
+@triton.jit(do_not_specialize=["num_exchanges", "num_slots", "num_lines"])
 def exchange_rows_kernel(
-    cached, slots, leaving, coming, table, num_exchanges, num_slots, num_rows,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    cached, slots, leaving, coming, table, num_exchanges, num_slots, num_lines,
+    WIDTH: tl.constexpr, LINE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Exchange some rows. Those that leave and those that come are others, so that both directions go at once."""
     place = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -26,16 +26,17 @@ def exchange_rows_kernel(
     old = tl.load(leaving + place, mask=exists, other=-1).to(tl.int64)
     new = tl.load(coming + place, mask=exists, other=-1).to(tl.int64)
     is_slot = (slot >= 0) & (slot < num_slots)
-    leaves = is_slot & (old >= 0) & (old < num_rows)
-    comes = is_slot & (new >= 0) & (new < num_rows)
+    last = num_lines - WIDTH // LINE
+    leaves = is_slot & (old >= 0) & (old <= last)
+    comes = is_slot & (new >= 0) & (new <= last)
     for first in range(0, WIDTH, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         in_row = (column < WIDTH)[None, :]
         of_slots = cached + slot[:, None] * WIDTH + column[None, :]
         # The link is the slow part: asked first.
-        taken = tl.load(table + new[:, None] * WIDTH + column[None, :], mask=comes[:, None] & in_row)
+        taken = tl.load(table + new[:, None] * LINE + column[None, :], mask=comes[:, None] & in_row)
         given = tl.load(of_slots, mask=leaves[:, None] & in_row)
-        tl.store(table + old[:, None] * WIDTH + column[None, :], given, mask=leaves[:, None] & in_row)
+        tl.store(table + old[:, None] * LINE + column[None, :], given, mask=leaves[:, None] & in_row)
         tl.store(of_slots, taken, mask=comes[:, None] & in_row)
 
 
@@ -49,6 +50,6 @@ def exchange(x: Inputs, o: Options) -> Nothing:
     rows = max(1, min(TILE_BYTES // x.cached.element_size() // columns, MOST_ROWS))
     _launch_exchange_rows(
         (cdiv(count, rows),), x.cached, x.slots, x.leaving, x.coming, x.table, count, x.cached.shape[0], x.table.shape[0],
-        WIDTH=width, ROWS=rows, COLUMNS=columns,
+        WIDTH=width, LINE=x.table.shape[1], ROWS=rows, COLUMNS=columns,
     )  # fmt: skip
     return Nothing()

@@ -10,7 +10,10 @@ from jagged.ops._shared.operator import OnHost, operator
 
 
 class Inputs(NamedTuple):
-    """Cached rows `[S, W]`; for each exchange its slot, the row that leaves it and the row that comes, `[N]` each; the table."""
+    """Cached rows `[S, W]`; for each exchange its slot, and the lines at which the row that leaves and the one that comes begin.
+
+    These are `[N]` each, lines are those of the table, `[U, A]`.
+    """
 
     cached: Tensor
     slots: Tensor

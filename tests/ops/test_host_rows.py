@@ -60,6 +60,15 @@ def test_more_rows_than_a_program_takes(place: Place) -> None:
     torch.testing.assert_close(host[700:], cached, rtol=0, atol=0)
 
 
+def test_rows_may_begin_at_any_line(place: Place) -> None:
+    cached, table = numbers((2, 6), torch.float32, 0), numbers((7, 2), torch.float32, 1)
+    ours, host = cached.clone().to(place.device), on_host(table.clone())
+    slots, leaving, coming = (torch.tensor(of, device=place.device) for of in ([0, 1], [1, -1], [-1, 4]))
+    exchange_rows(ours, host, slots, leaving, coming, backend=place.backend)
+    torch.testing.assert_close(ours.cpu(), torch.stack([cached[0], table[4:].flatten()]), rtol=0, atol=0)
+    torch.testing.assert_close(host, torch.cat([table[:1], cached[0].view(3, 2), table[4:]]), rtol=0, atol=0)
+
+
 def test_what_was_read_before_is_seen_to_have_changed(place: Place) -> None:
     cached, table = torch.zeros(2, 4, device=place.device), on_host(torch.zeros(3, 4))
     versions = cached._version, table._version
@@ -74,7 +83,7 @@ def test_what_was_read_before_is_seen_to_have_changed(place: Place) -> None:
     [
         ({"cached": torch.zeros(4, dtype=torch.float32)}, "cached: expected shape [rows, W], got [4]"),
         ({"table": torch.zeros(3, 4).half()}, "table: expected the dtype of cached, torch.float32, got torch.float16"),
-        ({"table": torch.zeros(3, 5)}, "table: expected the width of cached, 4, got 5"),
+        ({"table": torch.zeros(3, 5)}, "table: expected lines of a width that divides that of cached, 4, got 5 columns"),
         (
             {"table": torch.zeros(4, 3).T},
             "table: expected adjacent rows, got stride [1, 3]; pass a contiguous tensor",

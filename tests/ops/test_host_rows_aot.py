@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -21,8 +22,9 @@ def compiled(dtype: str, width: int, arch: int | str) -> Any:
     columns = min(next_power_of_2(width), MOST_COLUMNS)
     rows = max(1, min(TILE_BYTES // SIZES[dtype] // columns, MOST_ROWS))
     types = {"cached": f"*{dtype}", "table": f"*{dtype}", "slots": "*i32", "leaving": "*i32", "coming": "*i32"}
-    types |= dict.fromkeys(("num_exchanges", "num_slots", "num_rows"), "i32")
-    return compile_kernel(exchange_rows_kernel, types, {"WIDTH": width, "ROWS": rows, "COLUMNS": columns}, arch=arch)
+    types |= dict.fromkeys(("num_exchanges", "num_slots", "num_lines"), "i32")
+    constants = {"WIDTH": width, "LINE": math.gcd(width, 16), "ROWS": rows, "COLUMNS": columns}
+    return compile_kernel(exchange_rows_kernel, types, constants, arch=arch)
 
 
 @pytest.mark.parametrize("arch", TARGETS)

@@ -1,0 +1,511 @@
+"""Rows of embedding tables in the host's memory that are cached on a device: which are there, and how they come and go."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from jagged.modules.bag_collection import on_device
+from jagged.ops import BagLayout, BagOptimizer, exchange_rows, values_are_trusted
+
+# Bytes on the device for each row of the tables: its slot, and how often it was looked up.
+BYTES_OF_ROW = 4 + 4
+# Bytes for each slot beside its row and states: its row, the last lookup that read it, whether it was changed, its place in the
+# order in which slots are given away.
+BYTES_OF_SLOT = 4 + 4 + 1 + 8
+# Counts are halved when so many lookups for each row of the tables have been counted since they last were.
+COUNTED_BEFORE_HALVING = 32
+# Lookups whose most misses say how many slots are kept for misses, and how many times as many are.
+WATCHED_LOOKUPS, ROOM = 16, 2
+_NO_CLAIM = torch.iinfo(torch.int32).max
+
+
+class CacheForecast(NamedTuple):
+    """What tables with a cache take, in bytes, and how much of them is cached.
+
+    Attributes:
+        device_bytes: on the device: cached rows with their optimizer states, and what says where rows are and how often they were
+            looked up. What a batch itself needs comes on top, and so do the moves, with 13 bytes for each row while they last.
+        host_bytes: in the host's memory, pinned where the device is a GPU: all rows and states.
+        slots: rows that can be on the device at once.
+        rows: of all tables.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    slots: int
+    rows: int
+
+
+class CacheStatistics(NamedTuple):
+    """What has happened since tables were given a cache, or since `reset`.
+
+    Attributes:
+        lookups: ids that were looked up.
+        hits: those whose rows were on the device before.
+        rows_read, rows_written: that came from the host's memory, and that were written back to it.
+        bytes_read, bytes_written: of these rows and their optimizer states.
+        moves: how often the most frequent rows were made the ones that stay.
+    """
+
+    lookups: int
+    hits: int
+    rows_read: int
+    rows_written: int
+    bytes_read: int
+    bytes_written: int
+    moves: int
+
+    @property
+    def hit_share(self) -> float:
+        """Share of the ids whose rows were on the device; 1 before there are any."""
+        return self.hits / self.lookups if self.lookups else 1.0
+
+
+class Lease:
+    """A lookup whose rows must stay until its gradients have been applied, or nobody can ask for them any more."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        # How often rows had moved when it was released; None: not yet.
+        self.released_at: int | None = None
+
+
+class _Features(NamedTuple):
+    """The slots with a layout's features; for each the number of its table's first row and of its rows, `[F, 2]`, and whether all
+    read one table."""
+
+    slots: BagLayout
+    of_rows: Tensor
+    are_alike: bool
+
+
+class _Pool:
+    """Tables of one width, whose rows share slots: numbered one table after the other, from `first` on."""
+
+    def __init__(self, layout: BagLayout, width: int, first: int, first_slot: int, slots: int) -> None:
+        self.tables = [table for table, own in enumerate(layout.widths) if own == width]
+        self.width, self.first, self.first_slot, self.slots = width, first, first_slot, slots
+        self.rows = sum(layout.rows[table] for table in self.tables)
+        # Rows begin at multiples of it in every table.
+        self.line = math.gcd(width, BagLayout.alignment)
+        self.last_misses: deque[int] = deque(maxlen=WATCHED_LOOKUPS)
+
+    @property
+    def of_rows(self) -> slice:
+        return slice(self.first, self.first + self.rows)
+
+    @property
+    def of_slots(self) -> slice:
+        return slice(self.first_slot, self.first_slot + self.slots)
+
+
+def bytes_by_row(layout: BagLayout, itemsize: int, optimizer: BagOptimizer) -> list[int]:
+    """For each table the bytes of a row and its optimizer states."""
+    sizes = {name: getattr(optimizer, name).element_size() for name in optimizer.states_of}
+    of_rows = sum(sizes[name] for name, of in optimizer.states_of.items() if of == "row")
+    of_elements = itemsize + sum(sizes[name] for name, of in optimizer.states_of.items() if of == "element")
+    return [width * of_elements + of_rows for width in layout.widths]
+
+
+def slots_of(layout: BagLayout, itemsize: int, optimizer: BagOptimizer, cache_bytes: int) -> BagLayout:
+    """Return the slots that a budget has room for: a table for each width, with the same share of the rows of that width.
+
+    Raises:
+        ValueError: it has room for none.
+    """
+    of_rows = bytes_by_row(layout, itemsize, optimizer)
+    rows, costs = dict.fromkeys(layout.widths, 0), {}
+    for count, width, cost in zip(layout.rows, layout.widths, of_rows, strict=True):
+        rows[width] += count
+        costs[width] = cost + BYTES_OF_SLOT
+    fixed = BYTES_OF_ROW * layout.first_rows[-1]
+    # Of each width one row, and the gaps between tables.
+    least = fixed + sum(costs.values()) + len(rows) * BagLayout.alignment * max(of_rows)
+    if cache_bytes < least:
+        raise ValueError(
+            f"cache_bytes: expected at least {least:,}, of which {fixed:,} say where {layout.first_rows[-1]:,} rows are, "
+            f"got {cache_bytes:,}"
+        )
+    share = (cache_bytes - fixed) / sum(costs[width] * count for width, count in rows.items())
+    return BagLayout(tuple(max(1, min(count, int(share * count))) for count in rows.values()), tuple(rows))
+
+
+def forecast_of(layout: BagLayout, itemsize: int, optimizer: BagOptimizer, slots: BagLayout) -> CacheForecast:
+    """Return what tables take whose slots are those of a layout."""
+    of_rows = bytes_by_row(layout, itemsize, optimizer)
+    of_widths = dict(zip(layout.widths, of_rows, strict=True))
+    cached = sum(count * (of_widths[width] + BYTES_OF_SLOT) for count, width in zip(slots.rows, slots.widths, strict=True))
+    return CacheForecast(
+        cached + BYTES_OF_ROW * layout.first_rows[-1],
+        sum(count * size for count, size in zip(layout.rows, of_rows, strict=True)),
+        sum(slots.rows),
+        layout.first_rows[-1],
+    )
+
+
+class RowCache:
+    """Slots on a device for some rows of tables in the host's memory, and of their optimizer states.
+
+    Most slots have the most frequent rows, which stay from one move to the next. The others are the ring: a row that a lookup
+    misses takes the slot of the ring that was given away longest ago. A row is written back when its slot is given away, in the
+    pass that reads the next one, and only where it may have been changed.
+
+    Args:
+        layout: the tables.
+        storage: `[layout.num_elements]` on the host, pinned where the device is a GPU.
+        states: an optimizer of all rows, whose states are on the host, alike.
+        cached: an optimizer of the slots, on the device; its layout says how many there are of each width.
+        interval: lookups after which the most frequent rows are chosen anew.
+    """
+
+    def __init__(self, layout: BagLayout, storage: Tensor, states: BagOptimizer, cached: BagOptimizer, interval: int) -> None:
+        self.layout, self.storage, self.states, self.optimizer, self.interval = layout, storage, states, cached, interval
+        self.slots = cached.layout
+        self.device = cached.step.device
+        self.weights = torch.zeros(self.slots.num_elements, dtype=storage.dtype, device=self.device)
+        self.pools: list[_Pool] = []
+        first_row = 0
+        for width, first_slot, slots in zip(self.slots.widths, self.slots.first_rows[:-1], self.slots.rows, strict=True):
+            self.pools.append(_Pool(layout, width, first_row, first_slot, slots))
+            first_row += self.pools[-1].rows
+        # Tables in the order in which their rows are numbered.
+        order = [table for pool in self.pools for table in pool.tables]
+        firsts = [0, *accumulate(layout.rows[table] for table in order)]
+        self.first_of_table = {table: first for table, first in zip(order, firsts[:-1], strict=True)}
+        self.rows = firsts[-1]
+        of_numbers = [(firsts[place], layout.starts[table], layout.first_rows[table]) for place, table in enumerate(order)]
+        self._numbers = torch.tensor(of_numbers, dtype=torch.int64, device=self.device).T.contiguous().unbind()
+        self._of_layouts: dict[BagLayout, _Features] = {}
+        self._copied = self._pairs()
+        self.counts = torch.zeros(self.rows, dtype=torch.int32, device=self.device)
+        self._counted = 0
+        self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._reached: list[Lease] = []
+        self._number = 0
+        self._since_move = 0
+        self._exchanges = 0
+        self.is_changed = False
+        self.reset_statistics()
+        # Behind the last one there is one for what is none, of which nothing is asked.
+        self._no_slot, self._no_row = self.slots.first_rows[-1], self.rows
+        self._slot_of_row = torch.empty(self._no_row + 1, dtype=torch.int32, device=self.device)
+        self._row_of_slot = torch.empty(self._no_slot, dtype=torch.int32, device=self.device)
+        self._used = torch.empty(self._no_slot + 1, dtype=torch.int32, device=self.device)
+        self._is_dirty = torch.empty(self._no_slot + 1, dtype=torch.bool, device=self.device)
+        self._rings: list[Tensor] = []
+        self._cursors: list[int] = []
+        self.forget()
+
+    def _pairs(self) -> list[list[tuple[Tensor, Tensor, bool]]]:
+        """For each pool what is copied: slots `[S, W]`, the host's lines, and whether rows are found by element, or by number."""
+        found = []
+        for number, pool in enumerate(self.pools):
+            views = []
+            for name, of in (("", "element"), *self.optimizer.states_of.items()):
+                cached = self.weights if not name else getattr(self.optimizer, name)
+                host = self.storage if not name else getattr(self.states, name)
+                if of == "element":
+                    lines = host[: host.shape[0] // pool.line * pool.line].view(-1, pool.line)
+                    views.append((self.slots.views(cached)[number], lines, True))
+                else:
+                    views.append((cached[pool.of_slots, None], host[:, None], False))
+            found.append(views)
+        return found
+
+    def forget(self) -> None:
+        """Let every slot be empty, without writing anything back; counts stay."""
+        self._slot_of_row.fill_(-1)
+        self._row_of_slot.fill_(-1)
+        self._used.fill_(0)
+        self._is_dirty.fill_(False)
+        self._rings = [torch.arange(pool.slots, device=self.device) for pool in self.pools]
+        self._cursors = [0] * len(self.pools)
+        self._since_move = 0
+        for lease in self._leases:
+            # Their rows are gone.
+            lease.released_at = -1
+        self._reached = []
+        self.is_changed = False
+
+    def slots_of(self, layout: BagLayout) -> BagLayout:
+        """Return a layout of the slots with the features of a layout of the tables."""
+        return self._features(layout).slots
+
+    def _features(self, layout: BagLayout) -> _Features:
+        if layout not in self._of_layouts:
+            assert layout.tables is not None
+            pool_of = {table: number for number, pool in enumerate(self.pools) for table in pool.tables}
+            places = tuple(pool_of[table] for table in layout.tables)
+            slots = BagLayout(self.slots.rows, self.slots.widths, places, layout.means, layout.sequences)
+            of_rows = [(self.first_of_table[table], layout.rows[table]) for table in layout.tables]
+            tensor = torch.tensor(of_rows, dtype=torch.int64, device=self.device).view(-1, 2)
+            self._of_layouts[layout] = _Features(slots, tensor, len(set(layout.tables)) == 1)
+        return self._of_layouts[layout]
+
+    def staged(
+        self, layout: BagLayout, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[int] | None, *, changes: bool
+    ) -> tuple[Tensor, Lease]:
+        """Bring the rows of a batch's lookups to the device and return each lookup's slot, `[S]` int32; -1 for an unknown id.
+
+        Waits for the device once, for the number of rows that are missed.
+
+        Args:
+            layout, ids, offsets, batch_sizes: as `embedding_bags` takes them.
+            changes: whether an update may change the rows.
+
+        Returns:
+            The slots, and a lease: as long as anybody has it, and it is not released, the rows stay.
+
+        Raises:
+            ValueError: there are fewer slots than rows that are needed at once; on a CPU ids out of range.
+        """
+        self._number += 1
+        lease = Lease(self._number)
+        if not ids.shape[0]:
+            return ids.to(torch.int32), lease
+        rows, is_known = self._rows_of(layout, ids, offsets, batch_sizes)
+        if self._since_move >= self.interval and self._oldest() == self._number:
+            self.move()
+        self._since_move += 1
+        slots = self._slot_of_row[rows]
+        self._count(rows, is_known, slots)
+        self._used[self._places(rows, slots)] = self._number
+        missed, counts = self._missed(rows, is_known & (slots < 0))
+        for pool, of_pool, count in zip(self.pools, missed.split(counts), counts, strict=True):
+            pool.last_misses.append(count)
+            if count:
+                self._swap(pool, self._given_away(pool, count), of_pool)
+        if missed.shape[0]:
+            slots = self._slot_of_row[rows]
+        slots = torch.where(is_known, slots, -1)
+        if changes:
+            self._is_dirty[self._places(rows, slots)] = True
+            self.is_changed = True
+        self._leases.add(lease)
+        return slots, lease
+
+    def _rows_of(
+        self, layout: BagLayout, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[int] | None
+    ) -> tuple[Tensor, Tensor]:
+        """The number of each lookup's row, some row for an id that its table does not have, and whether it has it."""
+        _, of_rows, are_alike = self._features(layout)
+        count = of_rows.shape[0]
+        if are_alike:
+            first, rows = of_rows[:1].unbind(1)
+        else:
+            size = (offsets.shape[0] - 1) // count
+            last_bags = slice(size, None, size) if batch_sizes is None else on_device(tuple(accumulate(batch_sizes)), self.device)
+            ends = offsets[last_bags].contiguous()
+            places = torch.arange(ids.shape[0], dtype=offsets.dtype, device=self.device)
+            # Whatever wrong offsets say, no feature is read that is not there.
+            of_places = torch.searchsorted(ends, places, right=True).clamp_(max=count - 1)
+            first, rows = of_rows[of_places].unbind(1)
+        is_known = (ids >= 0) & (ids < rows)
+        if ids.is_cpu and not values_are_trusted() and not is_known.all():
+            place = int((~is_known).nonzero()[0])
+            raise ValueError(f"indices: expected ids of rows that the tables have, got {int(ids[place])} at place {place}")
+        return first + torch.where(is_known, ids, 0), is_known
+
+    def _places(self, rows: Tensor, slots: Tensor) -> Tensor:
+        """The place of each row's slot among the slots of all pools; that of none for a row that has none."""
+        places = slots.long()
+        for before, pool in pairwise(self.pools):
+            places = places + torch.where(rows >= pool.first, pool.first_slot - before.first_slot, 0)
+        return torch.where(slots < 0, self._no_slot, places)
+
+    def _count(self, rows: Tensor, is_known: Tensor, slots: Tensor) -> None:
+        self.counts.scatter_add_(0, rows, is_known.int())
+        self._counted += rows.shape[0]
+        self._lookups += rows.shape[0]
+        self._hits += (is_known & (slots >= 0)).sum()
+
+    def _oldest(self) -> int:
+        """The number of the oldest lookup whose rows must stay; of this one where there is none."""
+        held = (lease.number for lease in (*self._leases, *self._reached) if lease.released_at is None)
+        return min(held, default=self._number)
+
+    def _missed(self, rows: Tensor, is_missed: Tensor) -> tuple[Tensor, list[int]]:
+        """Each row that is missed once, in order, and how many of each pool; each pool has as many slots to give away."""
+        count = rows.shape[0]
+        # The last lookup of a row speaks for it, whatever the order in which claims are made.
+        claims = torch.where(is_missed, -2 - torch.arange(count, dtype=torch.int32, device=self.device), _NO_CLAIM)
+        self._slot_of_row.scatter_reduce_(0, rows, claims, "amin")
+        speaks = is_missed & (self._slot_of_row[rows] == claims)
+        of_pools = [speaks.sum()]
+        if len(self.pools) > 1:
+            ends = (rows < pool.first + pool.rows for pool in self.pools)
+            of_pools = list(torch.stack([(speaks & is_before).sum() for is_before in ends]).diff(prepend=rows.new_zeros(1)))
+        oldest = self._oldest()
+        free = [(self._used[ring + pool.first_slot] < oldest).sum() for pool, ring in zip(self.pools, self._rings, strict=True)]
+        numbers: list[int] = torch.stack([*of_pools, *free]).tolist()
+        counts = numbers[: len(self.pools)]
+        total = sum(counts)
+        places = torch.where(speaks, speaks.cumsum(0) - 1, total)
+        missed = rows.new_empty(total + 1).scatter_(0, places, rows)[:total].sort().values
+        for number, (needed, free_slots) in enumerate(zip(counts, numbers[len(self.pools) :], strict=True)):
+            if needed > free_slots and (found := self._widen(number, needed - free_slots)) < needed - free_slots:
+                pool = self.pools[number]
+                self._slot_of_row[missed] = -1
+                raise ValueError(
+                    f"cache_bytes: expected room for {needed:,} more rows of width {pool.width}, which a batch misses, got "
+                    f"{free_slots + found:,} of {pool.slots:,} slots: others have rows that the batch needs, too, or lookups whose "
+                    "backward has not run; give more bytes, or smaller batches"
+                )
+        return missed, counts
+
+    def _widen(self, number: int, needed: int) -> int:
+        """Put slots of the least frequent rows into a ring, as many as are needed or can be, and return how many."""
+        pool, ring = self.pools[number], self._rings[number]
+        stays = torch.ones(pool.slots, dtype=torch.bool, device=self.device)
+        stays[ring] = False
+        slots = (stays & (self._used[pool.of_slots] < self._oldest())).nonzero()[:, 0]
+        rows = self._row_of_slot[pool.of_slots][slots].long()
+        slots = slots[self.counts[rows].argsort(stable=True)][:needed]
+        # The cursor comes to them next.
+        cursor = self._cursors[number]
+        self._rings[number] = torch.cat([ring[:cursor], slots, ring[cursor:]])
+        return slots.shape[0]
+
+    def _given_away(self, pool: _Pool, count: int) -> Tensor:
+        """The next slots of a pool's ring whose rows need not stay."""
+        number = self.pools.index(pool)
+        ring = self._rings[number].roll(-self._cursors[number])
+        is_free = self._used[ring + pool.first_slot] < self._oldest()
+        order = is_free.cumsum(0)
+        places = torch.where(is_free & (order <= count), order - 1, count)
+        self._cursors[number] = (self._cursors[number] + count) % ring.shape[0]
+        return ring.new_empty(count + 1).scatter_(0, places, ring)[:count]
+
+    def _swap(self, pool: _Pool, slots: Tensor, coming: Tensor) -> None:
+        """Write the changed rows of some slots back, and read others into them."""
+        number, places = self.pools.index(pool), slots + pool.first_slot
+        old = self._row_of_slot[places].long()
+        leaves = self._is_dirty[places] & (old >= 0)
+        self._exchange(number, slots, torch.where(leaves, old, -1), coming)
+        self._slot_of_row[torch.where(old < 0, self._no_row, old)] = -1
+        self._slot_of_row[coming] = slots.int()
+        self._row_of_slot[places] = coming.int()
+        self._is_dirty[places] = False
+        self._used[places] = self._number
+        self._exchanges += 1
+        self._read[number] += slots.shape[0]
+        self._written[number] += leaves.sum()
+
+    def _exchange(self, number: int, slots: Tensor, leaving: Tensor, coming: Tensor) -> None:
+        """Copy rows, which are numbers of rows of all tables or -1, and their states."""
+        pool = self.pools[number]
+        of_both = [self._begins(pool, rows) for rows in (leaving, coming)]
+        for cached, host, is_by_element in self._copied[number]:
+            lines = (of_element if is_by_element else of_row for of_element, of_row in of_both)
+            exchange_rows(cached, host, slots, *lines)
+
+    def _begins(self, pool: _Pool, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The lines of the host's tables at which rows begin, and their numbers among the states of rows."""
+        firsts, starts, first_rows = self._numbers
+        tables = torch.searchsorted(firsts, rows, right=True).sub_(1).clamp_(min=0)
+        of_table = rows - firsts[tables]
+        lines = starts[tables] // pool.line + of_table * (pool.width // pool.line)
+        return torch.where(rows < 0, -1, lines), torch.where(rows < 0, -1, first_rows[tables] + of_table)
+
+    def move(self) -> None:
+        """Make the most frequent rows the ones that stay, all slots but those of the ring; between steps."""
+        for number, pool in enumerate(self.pools):
+            room = min(pool.slots, max(1, ROOM * max(pool.last_misses, default=0)))
+            slots = self._slot_of_row[pool.of_rows]
+            stay = most_frequent(self.counts[pool.of_rows], slots >= 0, pool.slots - room)
+            coming = (stay & (slots < 0)).nonzero()[:, 0] + pool.first
+            rows = self._row_of_slot[pool.of_slots].long()
+            others = (~((rows >= 0) & stay[(rows - pool.first).clamp_(min=0)])).nonzero()[:, 0]
+            # Those first that were not read for longest.
+            others = others[self._used[pool.of_slots][others].argsort(stable=True)]
+            given, self._rings[number] = others.split([coming.shape[0], others.shape[0] - coming.shape[0]])
+            self._cursors[number] = 0
+            if coming.shape[0]:
+                self._swap(pool, given, coming)
+        if self._counted >= COUNTED_BEFORE_HALVING * self.rows:
+            self.counts.bitwise_right_shift_(1)
+            self._counted = 0
+        self._since_move = 0
+        self._moves += 1
+
+    def write_back(self) -> None:
+        """Write all rows that may have been changed back, and wait until the host has them."""
+        if not self.is_changed:
+            return
+        for number, pool in enumerate(self.pools):
+            slots = self._is_dirty[pool.of_slots].nonzero()[:, 0]
+            rows = self._row_of_slot[pool.of_slots][slots].long()
+            self._exchange(number, slots, rows, torch.full_like(rows, -1))
+            self._written[number] += slots.shape[0]
+        is_held = any(lease.released_at is None for lease in (*self._leases, *self._reached))
+        # What an update is yet to change is to be written again.
+        self._is_dirty &= self._used >= self._oldest() if is_held else False
+        self.is_changed = is_held
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def reach(self, lease: Lease) -> None:
+        """Keep the rows of a lookup that backward has come to until `release`.
+
+        Raises:
+            RuntimeError: rows have moved since they were released.
+        """
+        if lease.released_at not in (None, self._exchanges):
+            raise RuntimeError(
+                "embedding tables: rows of this lookup have left the device since an update for it was made, or since tables were "
+                "loaded; call backward of a lookup once, before the next batch is looked up"
+            )
+        lease.released_at = None
+        self._reached.append(lease)
+
+    def release(self) -> None:
+        """Let the rows go that backward has come to: their gradients have been applied, or dropped."""
+        for lease in self._reached:
+            lease.released_at = self._exchanges
+        self._reached = []
+
+    def statistics(self) -> CacheStatistics:
+        """What happened since `reset_statistics`; waits for the device."""
+        costs = dict(zip(self.layout.widths, bytes_by_row(self.layout, self.weights.element_size(), self.optimizer), strict=True))
+        written = [int(of) for of in self._written]
+        read_bytes, written_bytes = (
+            sum(count * costs[pool.width] for count, pool in zip(counts, self.pools, strict=True))
+            for counts in (self._read, written)
+        )
+        counted = self._lookups, int(self._hits), sum(self._read), sum(written), read_bytes, written_bytes, self._moves
+        return CacheStatistics(*counted)
+
+    def reset_statistics(self) -> None:
+        """Begin to count anew."""
+        self._lookups, self._moves = 0, 0
+        self._hits = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._read = [0] * len(self.pools)
+        self._written = [torch.zeros_like(self._hits) for _ in self.pools]
+
+    def forecast(self) -> CacheForecast:
+        """What the tables take."""
+        return forecast_of(self.layout, self.weights.element_size(), self.optimizer, self.slots)
+
+
+def most_frequent(counts: Tensor, is_cached: Tensor, most: int) -> Tensor:
+    """Tell which rows were counted most often, up to `most` and never one that was not counted; of equal ones those on the device.
+
+    By bisection, which needs little memory and waits for nothing.
+    """
+    keys = counts.clamp(max=2**30 - 1) * 2 + is_cached
+    low, high = keys.new_zeros((), dtype=torch.int64), keys.max().long() + 1
+    for _ in range(32):
+        middle = (low + high + 1) // 2
+        are_enough = (keys >= middle).sum() >= most
+        low, high = torch.where(are_enough, middle, low), torch.where(are_enough, high, middle - 1)
+    are_above, are_equal = keys > low, keys == low
+    are_equal &= are_equal.cumsum(0, dtype=torch.int32) <= most - are_above.sum()
+    return (are_above | are_equal) & (counts > 0)
