@@ -96,8 +96,8 @@ class CachedTableStorage(TableStorage):
         """As `TableStorage.lookup`; waits for the device once.
 
         Raises:
-            RuntimeError: in a CUDA graph's capture; parameters that were changed while changed rows of them are cached.
-            ValueError: too few slots, parameters that were exchanged, an export.
+            RuntimeError: in a CUDA graph's capture, or an export; parameters that were changed while changed rows are cached.
+            ValueError: too few slots, parameters that were exchanged.
         """
         if self._cache is None:
             return super().lookup(layout, ids, offsets, **options)
@@ -123,9 +123,10 @@ class CachedTableStorage(TableStorage):
 
     def _refuse_what_is_not_seen(self, ids: Tensor, offsets: Tensor) -> None:
         if torch.compiler.is_exporting() or isinstance(ids, FakeTensor):
-            raise ValueError(
-                "cache_bytes: expected tables that are on the device as a whole in an export, got rows that come and go; load the "
-                "state dict into a collection without cache_bytes"
+            # A ValueError would be taken for a malformed batch, whose values nobody can read here.
+            raise RuntimeError(
+                "cache_bytes: expected tables that are on the device as a whole in an export, got rows that come and go; load "
+                "the state dict into a collection without cache_bytes"
             )
         if not self._is_unchanged():
             raise ValueError(
@@ -133,9 +134,7 @@ class CachedTableStorage(TableStorage):
                 "them, or use load_state_dict"
             )
         if ids.device != self._cache_device:
-            raise ValueError(
-                f"indices: expected the device of the cached rows, {self._cache_device}, got {ids.device}; move them"
-            )
+            raise ValueError(f"indices: expected the device of cached rows, {self._cache_device}, got {ids.device}; move them")
         if offsets.device != ids.device:
             raise ValueError(f"offsets: expected the device of indices, {ids.device}, got {offsets.device}; move them")
         if ids.is_cuda and torch.cuda.is_current_stream_capturing():

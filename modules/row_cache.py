@@ -23,7 +23,7 @@ BYTES_OF_SLOT = 4 + 4 + 1 + 8
 # Counts are halved when so many lookups for each row of the tables have been counted since they last were.
 COUNTED_BEFORE_HALVING = 32
 # Lookups whose most misses say how many slots are kept for misses, and how many times as many are.
-WATCHED_LOOKUPS, ROOM = 16, 2
+WATCHED_LOOKUPS, ROOM = 16, 1.25
 _NO_CLAIM = torch.iinfo(torch.int32).max
 
 
@@ -79,8 +79,7 @@ class Lease:
 
 
 class _Features(NamedTuple):
-    """The slots with a layout's features; for each the number of its table's first row and of its rows, `[F, 2]`, and whether all
-    read one table."""
+    """The slots with a layout's features; for each the number of its table's first row and of its rows; whether all read one."""
 
     slots: BagLayout
     of_rows: Tensor
@@ -179,7 +178,7 @@ class RowCache:
         # Tables in the order in which their rows are numbered.
         order = [table for pool in self.pools for table in pool.tables]
         firsts = [0, *accumulate(layout.rows[table] for table in order)]
-        self.first_of_table = {table: first for table, first in zip(order, firsts[:-1], strict=True)}
+        self.first_of_table = dict(zip(order, firsts[:-1], strict=True))
         self.rows = firsts[-1]
         of_numbers = [(firsts[place], layout.starts[table], layout.first_rows[table]) for place, table in enumerate(order)]
         self._numbers = torch.tensor(of_numbers, dtype=torch.int64, device=self.device).T.contiguous().unbind()
@@ -356,8 +355,8 @@ class RowCache:
                 self._slot_of_row[missed] = -1
                 raise ValueError(
                     f"cache_bytes: expected room for {needed:,} more rows of width {pool.width}, which a batch misses, got "
-                    f"{free_slots + found:,} of {pool.slots:,} slots: others have rows that the batch needs, too, or lookups whose "
-                    "backward has not run; give more bytes, or smaller batches"
+                    f"{free_slots + found:,} of {pool.slots:,} slots: others have rows that the batch needs, too, or lookups "
+                    "whose backward has not run; give more bytes, or smaller batches"
                 )
         return missed, counts
 
@@ -418,7 +417,7 @@ class RowCache:
     def move(self) -> None:
         """Make the most frequent rows the ones that stay, all slots but those of the ring; between steps."""
         for number, pool in enumerate(self.pools):
-            room = min(pool.slots, max(1, ROOM * max(pool.last_misses, default=0)))
+            room = min(pool.slots, max(1, math.ceil(ROOM * max(pool.last_misses, default=0))))
             slots = self._slot_of_row[pool.of_rows]
             stay = most_frequent(self.counts[pool.of_rows], slots >= 0, pool.slots - room)
             coming = (stay & (slots < 0)).nonzero()[:, 0] + pool.first
@@ -460,8 +459,8 @@ class RowCache:
         """
         if lease.released_at not in (None, self._exchanges):
             raise RuntimeError(
-                "embedding tables: rows of this lookup have left the device since an update for it was made, or since tables were "
-                "loaded; call backward of a lookup once, before the next batch is looked up"
+                "embedding tables: rows of this lookup may have left the device since an update for it was made, or since tables "
+                "were loaded; call backward of a lookup once, before the next batch is looked up"
             )
         lease.released_at = None
         self._reached.append(lease)
@@ -496,7 +495,7 @@ class RowCache:
 
 
 def most_frequent(counts: Tensor, is_cached: Tensor, most: int) -> Tensor:
-    """Tell which rows were counted most often, up to `most` and never one that was not counted; of equal ones those on the device.
+    """Tell which rows were counted most often, up to `most`, of those that were counted; of equal ones those on the device.
 
     By bisection, which needs little memory and waits for nothing.
     """

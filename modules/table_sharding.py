@@ -64,9 +64,9 @@ def checked_plan(
         types: what it may name.
 
     Raises:
-        ValueError: tables that several collections share, or whose rows are cached, frozen tables, an optimizer of `apply_optimizer_in_backward` that has
-            no counterpart or stands beside the collection's own, another sharding type or compute kernel, or column shards in one
-            process that are not one parameter.
+        ValueError: tables that several collections share, or whose rows are cached, frozen tables, an optimizer of
+            `apply_optimizer_in_backward` that has no counterpart or stands beside the collection's own, another sharding type or
+            compute kernel, or column shards in one process that are not one parameter.
     """
     if any(part.tables.is_shared for part in module._parts):
         raise ValueError(
@@ -75,8 +75,8 @@ def checked_plan(
         )
     if module._cache is not None:
         raise ValueError(
-            "module: expected tables that are on the device as a whole, got some with cache_bytes; leave it out, shards of several "
-            "processes need less memory each"
+            "module: expected tables that are on the device as a whole, got some with cache_bytes; leave it out, for shards of "
+            "several processes need less memory each"
         )
     kernel = DENSE if update_of(module) is None else FUSED
     for name, parameter in module.named_parameters():

@@ -43,7 +43,7 @@ class TrainedTables(nn.Module):
 
     _parts: list[TablesPart]
     _optimizer: functools.partial[BagOptimizer] | None
-    _cache: CacheOptions | None
+    _cache: CacheOptions | None = None
 
     @property
     def _modules_of_tables(self) -> MutableMapping[str, Table]:
