@@ -6,14 +6,14 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from jagged.modules.bag_collection import on_device
-from jagged.ops import BagLayout, BagOptimizer, exchange_rows, values_are_trusted
+from jagged.ops import BagLayout, BagOptimizer, claim_rows, exchange_rows, values_are_trusted
 
 # Bytes on the device for each row of the tables: its slot, and how often it was looked up.
 BYTES_OF_ROW = 4 + 4
@@ -24,7 +24,6 @@ BYTES_OF_SLOT = 4 + 4 + 1 + 8
 COUNTED_BEFORE_HALVING = 32
 # Lookups whose most misses say how many slots are kept for misses, and how many times as many are.
 WATCHED_LOOKUPS, ROOM = 16, 1.25
-_NO_CLAIM = torch.iinfo(torch.int32).max
 
 
 class CacheForecast(NamedTuple):
@@ -79,11 +78,10 @@ class Lease:
 
 
 class _Features(NamedTuple):
-    """The slots with a layout's features; for each the number of its table's first row and of its rows; whether all read one."""
+    """The slots with a layout's features, and what each reads, as `claim_rows` takes it."""
 
     slots: BagLayout
-    of_rows: Tensor
-    are_alike: bool
+    of_features: Tensor
 
 
 class _Pool:
@@ -244,9 +242,12 @@ class RowCache:
             pool_of = {table: number for number, pool in enumerate(self.pools) for table in pool.tables}
             places = tuple(pool_of[table] for table in layout.tables)
             slots = BagLayout(self.slots.rows, self.slots.widths, places, layout.means, layout.sequences)
-            of_rows = [(self.first_of_table[table], layout.rows[table]) for table in layout.tables]
-            tensor = torch.tensor(of_rows, dtype=torch.int64, device=self.device).view(-1, 2)
-            self._of_layouts[layout] = _Features(slots, tensor, len(set(layout.tables)) == 1)
+            of_features = [
+                (self.first_of_table[table], layout.rows[table], self.pools[place].first_slot, place)
+                for table, place in zip(layout.tables, places, strict=True)
+            ]
+            tensor = torch.tensor(of_features, dtype=torch.int64, device=self.device).view(-1, 4)
+            self._of_layouts[layout] = _Features(slots, tensor)
         return self._of_layouts[layout]
 
     def staged(
@@ -270,86 +271,52 @@ class RowCache:
         lease = Lease(self._number)
         if not ids.shape[0]:
             return ids.to(torch.int32), lease
-        rows, is_known = self._rows_of(layout, ids, offsets, batch_sizes)
+        if ids.is_cpu and not values_are_trusted():
+            _refuse_unknown(layout, ids, self._ends(layout, ids, offsets, batch_sizes))
         if self._since_move >= self.interval and self._oldest() == self._number:
             self.move()
         self._since_move += 1
-        slots = self._slot_of_row[rows]
-        self._count(rows, is_known, slots)
-        self._used[self._places(rows, slots)] = self._number
-        missed, counts = self._missed(rows, is_known & (slots < 0))
+        ends, of_features = self._ends(layout, ids, offsets, batch_sizes), self._features(layout).of_features
+        maps = self._slot_of_row, self.counts, self._used, self._is_dirty
+        rows, missed, totals = claim_rows(
+            ids, ends, of_features, *maps, number=self._number, changes=changes, num_pools=len(self.pools)
+        )
+        missed, counts = self._missed(missed, totals)
         for pool, of_pool, count in zip(self.pools, missed.split(counts), counts, strict=True):
             pool.last_misses.append(count)
             if count:
-                self._swap(pool, self._given_away(pool, count), of_pool)
-        if missed.shape[0]:
-            slots = self._slot_of_row[rows]
-        slots = torch.where(is_known, slots, -1)
-        if changes:
-            self._is_dirty[self._places(rows, slots)] = True
-            self.is_changed = True
+                self._swap(pool, self._given_away(pool, count), of_pool, changes=changes)
+        self._counted += ids.shape[0]
+        self._lookups += ids.shape[0]
+        self._hits += totals[1]
+        self.is_changed |= changes
         self._leases.add(lease)
-        return slots, lease
+        return self._slot_of_row.index_select(0, rows), lease
 
-    def _rows_of(
-        self, layout: BagLayout, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[int] | None
-    ) -> tuple[Tensor, Tensor]:
-        """The number of each lookup's row, some row for an id that its table does not have, and whether it has it."""
-        _, of_rows, are_alike = self._features(layout)
-        count = of_rows.shape[0]
-        if are_alike:
-            first, rows = of_rows[:1].unbind(1)
-        else:
-            size = (offsets.shape[0] - 1) // count
-            last_bags = slice(size, None, size) if batch_sizes is None else on_device(tuple(accumulate(batch_sizes)), self.device)
-            ends = offsets[last_bags].contiguous()
-            places = torch.arange(ids.shape[0], dtype=offsets.dtype, device=self.device)
-            # Whatever wrong offsets say, no feature is read that is not there.
-            of_places = torch.searchsorted(ends, places, right=True).clamp_(max=count - 1)
-            first, rows = of_rows[of_places].unbind(1)
-        is_known = (ids >= 0) & (ids < rows)
-        if ids.is_cpu and not values_are_trusted() and not is_known.all():
-            place = int((~is_known).nonzero()[0])
-            raise ValueError(f"indices: expected ids of rows that the tables have, got {int(ids[place])} at place {place}")
-        return first + torch.where(is_known, ids, 0), is_known
-
-    def _places(self, rows: Tensor, slots: Tensor) -> Tensor:
-        """The place of each row's slot among the slots of all pools; that of none for a row that has none."""
-        places = slots.long()
-        for before, pool in pairwise(self.pools):
-            places = places + torch.where(rows >= pool.first, pool.first_slot - before.first_slot, 0)
-        return torch.where(slots < 0, self._no_slot, places)
-
-    def _count(self, rows: Tensor, is_known: Tensor, slots: Tensor) -> None:
-        self.counts.scatter_add_(0, rows, is_known.int())
-        self._counted += rows.shape[0]
-        self._lookups += rows.shape[0]
-        self._hits += (is_known & (slots >= 0)).sum()
+    def _ends(self, layout: BagLayout, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[int] | None) -> Tensor:
+        """Where each feature's ids end, `[F]`."""
+        count = layout.num_features
+        if count == 1:
+            return offsets[-1:]
+        if batch_sizes is not None:
+            return offsets[on_device(tuple(accumulate(batch_sizes)), self.device)]
+        size = (offsets.shape[0] - 1) // count
+        return offsets[size::size]
 
     def _oldest(self) -> int:
         """The number of the oldest lookup whose rows must stay; of this one where there is none."""
         held = (lease.number for lease in (*self._leases, *self._reached) if lease.released_at is None)
         return min(held, default=self._number)
 
-    def _missed(self, rows: Tensor, is_missed: Tensor) -> tuple[Tensor, list[int]]:
-        """Each row that is missed once, in order, and how many of each pool; each pool has as many slots to give away."""
-        count = rows.shape[0]
-        # The last lookup of a row speaks for it, whatever the order in which claims are made.
-        claims = torch.where(is_missed, -2 - torch.arange(count, dtype=torch.int32, device=self.device), _NO_CLAIM)
-        self._slot_of_row.scatter_reduce_(0, rows, claims, "amin")
-        speaks = is_missed & (self._slot_of_row[rows] == claims)
-        of_pools = [speaks.sum()]
-        if len(self.pools) > 1:
-            ends = (rows < pool.first + pool.rows for pool in self.pools)
-            of_pools = list(torch.stack([(speaks & is_before).sum() for is_before in ends]).diff(prepend=rows.new_zeros(1)))
+    def _missed(self, listed: Tensor, totals: Tensor) -> tuple[Tensor, list[int]]:
+        """The rows that are missed, in order, and how many of each pool; each pool has as many slots to give away."""
         oldest = self._oldest()
         free = [(self._used[ring + pool.first_slot] < oldest).sum() for pool, ring in zip(self.pools, self._rings, strict=True)]
-        numbers: list[int] = torch.stack([*of_pools, *free]).tolist()
-        counts = numbers[: len(self.pools)]
-        total = sum(counts)
-        places = torch.where(speaks, speaks.cumsum(0) - 1, total)
-        missed = rows.new_empty(total + 1).scatter_(0, places, rows)[:total].sort().values
-        for number, (needed, free_slots) in enumerate(zip(counts, numbers[len(self.pools) :], strict=True)):
+        numbers: list[int] = torch.cat([totals, torch.stack(free)]).tolist()
+        counts, of_rings = numbers[2 : 2 + len(self.pools)], numbers[2 + len(self.pools) :]
+        # Whatever the order in which they were listed, slots are given in that of the rows.
+        missed = listed[: numbers[0]].sort().values.long()
+        for number, (needed, free_slots) in enumerate(zip(counts, of_rings, strict=True)):
             if needed > free_slots and (found := self._widen(number, needed - free_slots)) < needed - free_slots:
                 pool = self.pools[number]
                 self._slot_of_row[missed] = -1
@@ -383,8 +350,8 @@ class RowCache:
         self._cursors[number] = (self._cursors[number] + count) % ring.shape[0]
         return ring.new_empty(count + 1).scatter_(0, places, ring)[:count]
 
-    def _swap(self, pool: _Pool, slots: Tensor, coming: Tensor) -> None:
-        """Write the changed rows of some slots back, and read others into them."""
+    def _swap(self, pool: _Pool, slots: Tensor, coming: Tensor, *, changes: bool) -> None:
+        """Write the changed rows of some slots back, and read others into them, which may be changed."""
         number, places = self.pools.index(pool), slots + pool.first_slot
         old = self._row_of_slot[places].long()
         leaves = self._is_dirty[places] & (old >= 0)
@@ -392,7 +359,7 @@ class RowCache:
         self._slot_of_row[torch.where(old < 0, self._no_row, old)] = -1
         self._slot_of_row[coming] = slots.int()
         self._row_of_slot[places] = coming.int()
-        self._is_dirty[places] = False
+        self._is_dirty[places] = changes
         self._used[places] = self._number
         self._exchanges += 1
         self._read[number] += slots.shape[0]
@@ -428,7 +395,7 @@ class RowCache:
             given, self._rings[number] = others.split([coming.shape[0], others.shape[0] - coming.shape[0]])
             self._cursors[number] = 0
             if coming.shape[0]:
-                self._swap(pool, given, coming)
+                self._swap(pool, given, coming, changes=False)
         if self._counted >= COUNTED_BEFORE_HALVING * self.rows:
             self.counts.bitwise_right_shift_(1)
             self._counted = 0
@@ -492,6 +459,23 @@ class RowCache:
     def forecast(self) -> CacheForecast:
         """What the tables take."""
         return forecast_of(self.layout, self.weights.element_size(), self.optimizer, self.slots)
+
+
+def _refuse_unknown(layout: BagLayout, ids: Tensor, ends: Tensor) -> None:
+    """Refuse an id that its table does not have.
+
+    Raises:
+        ValueError: for the first one.
+    """
+    assert layout.tables is not None
+    begin = 0
+    for feature, (table, end) in enumerate(zip(layout.tables, ends.tolist(), strict=True)):
+        wrong = ((ids[begin:end] < 0) | (ids[begin:end] >= layout.rows[table])).nonzero()
+        if wrong.numel():
+            place = begin + int(wrong[0])
+            expected = f"expected ids from 0 to {layout.rows[table] - 1} for feature {feature}"
+            raise ValueError(f"indices: {expected}, got {int(ids[place])} at place {place}")
+        begin = end
 
 
 def most_frequent(counts: Tensor, is_cached: Tensor, most: int) -> Tensor:

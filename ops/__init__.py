@@ -58,7 +58,7 @@ from jagged.ops.group_sparse import (
     group_sparse_linear,
     group_sparse_topk,
 )
-from jagged.ops.host_rows import exchange_rows
+from jagged.ops.host_rows import claim_rows, exchange_rows
 from jagged.ops.linear_bce import linear_bce
 from jagged.ops.sampled_cross_entropy import (
     Correction,
@@ -93,6 +93,7 @@ __all__ = [
     "Window",
     "array_jagged_bmm_jagged_out",
     "catalogue_topk",
+    "claim_rows",
     "dense_to_jagged",
     "drawn_negatives",
     "embedding_bags",

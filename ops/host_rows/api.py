@@ -1,4 +1,4 @@
-"""Public exchange of cached rows for rows of a table in the host's memory."""
+"""Public operators of rows that are cached: claims of those that a batch misses, and their exchange with the host's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from jagged.ops._shared.validation import check_tensor
-from jagged.ops.host_rows.spec import EXCHANGE_ROWS, Inputs, Options
+from jagged.ops.host_rows.spec import CLAIM_ROWS, EXCHANGE_ROWS, Claiming, Claims, Inputs, Options
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
 NUMBERS = (torch.int64, torch.int32)
@@ -68,3 +68,81 @@ def exchange_rows(
     # Kernels count no change of their own.
     torch.autograd.graph.increment_version(cached)
     torch.autograd.graph.increment_version(table)
+
+
+def claim_rows(
+    indices: Tensor,
+    ends: Tensor,
+    of_features: Tensor,
+    slot_of_row: Tensor,
+    counts: Tensor,
+    used: Tensor,
+    is_dirty: Tensor,
+    *,
+    number: int,
+    changes: bool,
+    num_pools: int = 1,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Find which rows a batch's lookups read, count them, and list each row that is in no slot once.
+
+    Nothing waits for the device.
+
+    Rows of all tables are numbered from 0 to R; slots lie in pools, each of which has some of the tables.
+
+    Args:
+        indices: `[S]`, int32 or int64: ids, feature after feature.
+        ends: `[F]`, int32 or int64: where each feature's ids end.
+        of_features: `[F, 4]` int64: the number of the first row of the table that it reads, how many rows that has, where the
+            slots of its pool begin among all slots, and the pool.
+        slot_of_row: `[R + 1]` int32: each row's slot in its pool; -1 for none, and behind the last row. Changed in place: -2 for
+            the rows that are listed.
+        counts: `[R]` int32. Changed in place: 1 more for each lookup of a row.
+        used: `[slots + 1]` int32. Changed in place: `number` for the slots that are read.
+        is_dirty: `[slots + 1]` bool. Changed in place: True for these slots, if rows may be changed.
+        number: of this lookup.
+        changes: whether rows may be changed by it.
+        num_pools: P.
+        backend: `"torch"` or `"triton"`; None takes Triton for CUDA tensors and PyTorch for the rest.
+
+    Returns:
+        `[S]` int32, each lookup's row, R for an id that its table does not have; `[S]` int32, of which the first are the rows
+        that are missed, in any order; and `[2 + P]` int32: how many are missed, how many lookups found their rows in slots, and
+        how many rows of each pool are missed.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit.
+
+    Example:
+        >>> import torch
+        >>> from jagged.ops import claim_rows
+        >>> slot_of_row, counts = torch.tensor([-1, 0, -1, -1], dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+        >>> used, is_dirty = torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.bool)
+        >>> maps = torch.tensor([[0, 3, 0, 0]]), slot_of_row, counts, used, is_dirty
+        >>> rows, missed, totals = claim_rows(torch.tensor([2, 1, 2]), torch.tensor([3]), *maps, number=7, changes=True)
+        >>> rows.tolist(), missed[:1].tolist(), totals.tolist(), counts.tolist(), used.tolist()
+        ([2, 1, 2], [2], [1, 1, 1], [0, 1, 2], [7, 0])
+    """
+    check_tensor("indices", indices, "[S]", NUMBERS)
+    check_tensor("ends", ends, "[F]", NUMBERS)
+    check_tensor("of_features", of_features, "[F, 4]", (torch.int64,))
+    if of_features.shape != (ends.shape[0], 4) or not ends.shape[0]:
+        raise ValueError(
+            f"of_features: expected 4 numbers for each of the {ends.shape[0]} features, got {list(of_features.shape)}"
+        )
+    of_maps = (("slot_of_row", slot_of_row, "[R + 1]"), ("counts", counts, "[R]"), ("used", used, "[slots + 1]"))
+    for name, tensor, shape in of_maps:
+        check_tensor(name, tensor, shape, (torch.int32,))
+    check_tensor("is_dirty", is_dirty, "[slots + 1]", (torch.bool,))
+    if counts.shape[0] + 1 != slot_of_row.shape[0] or used.shape != is_dirty.shape:
+        raise ValueError(
+            f"counts: expected one for each row of slot_of_row but the last, and used and is_dirty of one length, got "
+            f"{counts.shape[0]} of {slot_of_row.shape[0]}, and {used.shape[0]} and {is_dirty.shape[0]}"
+        )
+    rows, missed = (torch.empty_like(indices, dtype=torch.int32) for _ in range(2))
+    totals = torch.zeros(2 + num_pools, dtype=torch.int32, device=indices.device)
+    if indices.shape[0]:
+        maps = of_features.contiguous(), slot_of_row, counts, used, is_dirty
+        claims = Claims(indices.contiguous(), ends.contiguous(), *maps, rows, missed, totals)
+        CLAIM_ROWS(claims, Claiming(number, changes), backend)
+    return rows, missed, totals

@@ -1,4 +1,4 @@
-"""The exchange as a Triton kernel, which reads and writes the host's memory by itself."""
+"""Claims of missed rows, and their exchange, as Triton kernels; the latter read and write the host's memory by themselves."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import triton.language as tl
 
 from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.sizes import cdiv, next_power_of_2
-from jagged.ops.host_rows.spec import Inputs, Nothing, Options
+from jagged.ops.host_rows.spec import Claiming, Claims, Inputs, Nothing, Options
 
 # Bytes of one program's tile of each direction, 64 a thread: four accesses of 16 bytes under way hide the link's latency.
 TILE_BYTES = 8192
 MOST_ROWS, MOST_COLUMNS = 256, 1024
+# Lookups of one program.
+LOOKUPS = 512
 
 
 @triton.jit(do_not_specialize=["num_exchanges", "num_slots", "num_lines"])
@@ -51,5 +53,55 @@ def exchange(x: Inputs, o: Options) -> Nothing:
     _launch_exchange_rows(
         (cdiv(count, rows),), x.cached, x.slots, x.leaving, x.coming, x.table, count, x.cached.shape[0], x.table.shape[0],
         WIDTH=width, LINE=x.table.shape[1], ROWS=rows, COLUMNS=columns,
+    )  # fmt: skip
+    return Nothing()
+
+
+@triton.jit(do_not_specialize=["num_lookups", "num_features", "no_row", "number"])
+def claim_rows_kernel(
+    indices, ends, of_features, slot_of_row, counts, used, is_dirty, rows, missed, totals, num_lookups, num_features, no_row,
+    number, CHANGES: tl.constexpr, STEPS: tl.constexpr, LOOKUPS: tl.constexpr,
+):  # fmt: skip
+    """Find the rows of some lookups. Of those that miss one row the first to lower its slot from -1 to -2 lists it."""
+    place = tl.program_id(0).to(tl.int64) * LOOKUPS + tl.arange(0, LOOKUPS)
+    exists = place < num_lookups
+    feature = tl.zeros([LOOKUPS], tl.int32)
+    above = feature + num_features
+    for _ in range(STEPS):
+        middle = (feature + above) // 2
+        is_before = (middle < num_features) & (tl.load(ends + middle, mask=middle < num_features, other=0) <= place)
+        feature = tl.where(is_before, middle + 1, feature)
+        above = tl.where(is_before, above, middle)
+    # Whatever wrong offsets say, no feature is read that is not there.
+    reads = of_features + tl.minimum(feature, num_features - 1) * 4
+    id = tl.load(indices + place, mask=exists, other=-1).to(tl.int64)
+    is_known = (id >= 0) & (id < tl.load(reads + 1))
+    row = tl.load(reads) + tl.where(is_known, id, 0)
+    tl.store(rows + place, tl.where(is_known, row, no_row).to(tl.int32), mask=exists)
+    tl.atomic_add(counts + row, 1, mask=is_known, sem="relaxed")
+    slot = tl.load(slot_of_row + row, mask=is_known, other=-1)
+    is_hit = is_known & (slot >= 0)
+    at = tl.load(reads + 2) + slot
+    tl.store(used + at, number, mask=is_hit)
+    if CHANGES:
+        tl.store(is_dirty + at, 1, mask=is_hit)
+    is_missed = is_known & (slot < 0)
+    before = tl.atomic_min(slot_of_row + row, -2, mask=is_missed, sem="relaxed")
+    speaks = (is_missed & (before == -1)).to(tl.int32)
+    begin = tl.atomic_add(totals, tl.sum(speaks), sem="relaxed")
+    tl.store(missed + begin + tl.cumsum(speaks, 0) - 1, row.to(tl.int32), mask=speaks == 1)
+    tl.atomic_add(totals + 1, tl.sum(is_hit.to(tl.int32)), sem="relaxed")
+    tl.atomic_add(totals + 2 + tl.load(reads + 3), 1, mask=speaks == 1, sem="relaxed")
+
+
+_launch_claim_rows = Launcher(claim_rows_kernel)
+
+
+def claim(x: Claims, o: Claiming) -> Nothing:
+    """Launch `claim_rows_kernel`."""
+    count, num_features = x.indices.shape[0], x.ends.shape[0]
+    _launch_claim_rows(
+        (cdiv(count, LOOKUPS),), *x, count, num_features, x.slot_of_row.shape[0] - 1, o.number,
+        CHANGES=o.changes, STEPS=num_features.bit_length(), LOOKUPS=LOOKUPS,
     )  # fmt: skip
     return Nothing()

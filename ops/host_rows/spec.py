@@ -1,4 +1,4 @@
-"""The operator that exchanges cached rows for those of a table in the host's memory."""
+"""The operators of cached rows: which of a batch's are missed, and their exchange with a table in the host's memory."""
 
 from __future__ import annotations
 
@@ -40,4 +40,43 @@ EXCHANGE_ROWS = operator(
     triton="jagged.ops.host_rows.kernels:exchange",
     mutates=("cached", "table"),
     float64_on_triton=True,
+)
+
+
+class Claims(NamedTuple):
+    """A batch's ids `[S]`, each feature's last offset `[F]` and what it reads, `[F, 4]` int64; the cache's maps; what is found.
+
+    A feature reads a table: the number of its first row, how many it has, the place of its pool's first slot, and the pool.
+    `slot_of_row` `[R + 1]`: -1 for a row that has none, and behind the last; `counts` `[R]`; `used` and `is_dirty` `[slots + 1]`.
+    Of what is found `rows` and `missed` are `[S]` int32, `totals` `[2 + pools]` int32 zeros.
+    """
+
+    indices: Tensor
+    ends: Tensor
+    of_features: Tensor
+    slot_of_row: Tensor
+    counts: Tensor
+    used: Tensor
+    is_dirty: Tensor
+    rows: Tensor
+    missed: Tensor
+    totals: Tensor
+
+
+class Claiming(NamedTuple):
+    """The lookup's number, and whether rows may be changed by it."""
+
+    number: int
+    changes: bool
+
+
+CLAIM_ROWS = operator(
+    "claim_rows",
+    Claims,
+    Claiming,
+    Nothing,
+    shapes=lambda x, o: Nothing(),
+    torch="jagged.ops.host_rows.torch_impl:claim",
+    triton="jagged.ops.host_rows.kernels:claim",
+    mutates=("slot_of_row", "counts", "used", "is_dirty", "rows", "missed", "totals"),
 )

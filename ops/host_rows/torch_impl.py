@@ -1,11 +1,11 @@
-"""The exchange in plain PyTorch: what a CPU runs, and any device without Triton."""
+"""Claims and exchanges in plain PyTorch: what a CPU runs, and any device without Triton."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from jagged.ops.host_rows.spec import Inputs, Nothing, Options
+from jagged.ops.host_rows.spec import Claiming, Claims, Inputs, Nothing, Options
 
 
 def exchange(x: Inputs, o: Options) -> Nothing:
@@ -22,3 +22,29 @@ def _lines(x: Inputs, begins: Tensor) -> Tensor:
     """Return all lines of rows that begin at some."""
     step = torch.arange(x.cached.shape[1] // x.table.shape[1])
     return (begins.to(x.table.device).long()[:, None] + step).flatten()
+
+
+def claim(x: Claims, o: Claiming) -> Nothing:
+    """Find the rows, count them, and list those that are missed."""
+    places = torch.arange(x.indices.shape[0], dtype=x.ends.dtype, device=x.ends.device)
+    # Whatever wrong offsets say, no feature is read that is not there.
+    features = torch.searchsorted(x.ends, places, right=True).clamp_(max=x.ends.shape[0] - 1)
+    first, count, first_slot, pool = x.of_features[features].unbind(1)
+    is_known = (x.indices >= 0) & (x.indices < count)
+    rows = first + torch.where(is_known, x.indices, 0)
+    x.rows.copy_(torch.where(is_known, rows, x.slot_of_row.shape[0] - 1))
+    x.counts.scatter_add_(0, rows, is_known.int())
+    slots = x.slot_of_row[rows]
+    is_hit, is_missed = is_known & (slots >= 0), is_known & (slots < 0)
+    used = (first_slot + slots)[is_hit]
+    x.used[used] = o.number
+    if o.changes:
+        x.is_dirty[used] = True
+    missed = rows[is_missed].unique()
+    x.slot_of_row[missed] = -2
+    x.missed[: missed.shape[0]] = missed.int()
+    # One lookup speaks for each row.
+    speaks = torch.zeros_like(x.slot_of_row).scatter_(0, rows[is_missed], pool[is_missed].int())[missed]
+    x.totals[0], x.totals[1] = missed.shape[0], is_hit.sum()
+    x.totals[2:] = speaks.bincount(minlength=x.totals.shape[0] - 2)
+    return Nothing()

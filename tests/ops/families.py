@@ -23,6 +23,7 @@ from jagged.ops import (
     GroupSparseOptimizer,
     array_jagged_bmm_jagged_out,
     catalogue_topk,
+    claim_rows,
     dense_to_jagged,
     embedding_bags,
     exchange_rows,
@@ -359,12 +360,22 @@ def host_rows(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
 
     def forward(values: Tensor) -> list[Tensor]:
         cached = values.detach().clone()
+        ids = torch.arange(batch.total, device=PLACE.device) // 2
+        slot_of_row = torch.full((batch.total + 1,), -1, dtype=torch.int32, device=PLACE.device)
+        used, is_dirty = slot_of_row.clone(), torch.zeros_like(slot_of_row, dtype=torch.bool)
+        of_features = torch.tensor([[0, batch.total, 0, 0]], device=PLACE.device).expand(len(batch.offsets) - 1, 4)
+        rows = ids.int()
+        if batch.batch_size:
+            rows, _, _ = claim_rows(
+                ids, batch.offsets[1:], of_features, slot_of_row, slot_of_row[1:].clone(), used, is_dirty,
+                number=1, changes=True, backend=PLACE.backend,
+            )  # fmt: skip
         # Every third slot keeps its rows, every second row is not written back.
         coming = torch.where(slots % 3 > 0, slots, -1)
         exchange_rows(
             cached, table, slots.flip(0), torch.where(slots % 2 > 0, slots + batch.total, -1), coming, backend=PLACE.backend
         )
-        return [cached]
+        return [cached, rows]
 
     return Step(forward, _leaves(dtype, (batch.total, width)), is_differentiable=False)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jagged.ops import exchange_rows
+from jagged.ops import claim_rows, exchange_rows
 from tests.places import PLACE, Place
 from tests.strategies import random_tensor, seeds
 
@@ -98,6 +98,72 @@ def test_what_is_refused(changed: dict[str, Tensor], message: str) -> None:
     given_tensors |= {"slots": one, "leaving": one, "coming": one + 1}
     with pytest.raises((ValueError, TypeError), match=f"^{re.escape(message)}$"):
         exchange_rows(**given_tensors | changed)
+
+
+@given(
+    st.integers(0, 40), st.integers(1, 5), st.integers(1, 3), seeds(), st.sampled_from([torch.int32, torch.int64]), st.booleans()
+)
+def test_rows_are_found_counted_and_claimed(
+    place: Place, lookups: int, features: int, pools: int, seed: int, dtype: torch.dtype, changes: bool
+) -> None:
+    """Against a loop, with ids that no table has."""
+    generator = torch.Generator().manual_seed(seed)
+    # A table of 7 rows and 4 slots for each pool.
+    of_pools = torch.randint(pools, (features,), generator=generator).tolist()
+    of_features = torch.tensor([[7 * pool, 7, 4 * pool, pool] for pool in of_pools])
+    slot_of_row = torch.full((7 * pools + 1,), -1, dtype=torch.int32)
+    for pool in range(pools):
+        slot_of_row[7 * pool + torch.randperm(7, generator=generator)[:3]] = torch.randperm(4, generator=generator)[:3].int()
+    ids = torch.randint(-1, 8, (lookups,), generator=generator)
+    ends = torch.randint(lookups + 1, (features,), generator=generator).sort().values
+    ends[-1] = lookups
+    rows, expected_slots, counts = [], slot_of_row.tolist(), [0] * 7 * pools
+    used, missed, hits, by_pool = {}, set(), 0, [0] * pools
+    for number, id in enumerate(ids.tolist()):
+        feature = int((ends <= number).sum())
+        first, count, first_slot, pool = of_features[feature].tolist()
+        rows.append(first + id if 0 <= id < count else 7 * pools)
+        if rows[-1] == 7 * pools:
+            continue
+        counts[rows[-1]] += 1
+        if (slot := int(slot_of_row[rows[-1]])) >= 0:
+            used[first_slot + slot], hits = True, hits + 1
+        elif rows[-1] not in missed:
+            missed.add(rows[-1])
+            expected_slots[rows[-1]] = -2
+            by_pool[pool] += 1
+    maps = [slot_of_row, torch.zeros(7 * pools).int(), torch.zeros(4 * pools + 1).int(), torch.zeros(4 * pools + 1).bool()]
+    maps = [of.to(place.device) for of in maps]
+    given_ids = ids.to(place.device, dtype), ends.to(place.device, dtype), of_features.to(place.device)
+    found, listed, totals = claim_rows(*given_ids, *maps, number=9, changes=changes, num_pools=pools, backend=place.backend)
+    assert found.tolist() == rows
+    assert totals.tolist() == [len(missed), hits, *by_pool]
+    assert sorted(listed[: len(missed)].tolist()) == sorted(missed)
+    assert maps[0].tolist() == expected_slots
+    assert maps[1].tolist() == counts
+    assert maps[2].tolist() == [9 * used.get(slot, False) for slot in range(4 * pools + 1)]
+    assert maps[3].tolist() == [changes and used.get(slot, False) for slot in range(4 * pools + 1)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"of_features": torch.zeros(2, 4).long()}, "of_features: expected 4 numbers for each of the 1 features, got [2, 4]"),
+        ({"counts": torch.zeros(3)}, "counts: expected dtype int32, got float32; convert it with .to(...)"),
+        (
+            {"counts": torch.zeros(4).int()},
+            "counts: expected one for each row of slot_of_row but the last, and used and is_dirty of one length, got 4 of 4, and "
+            "2 and 2",
+        ),
+    ],
+)
+def test_claims_that_are_refused(changed: dict[str, Tensor], message: str) -> None:
+    one = torch.ones(1, dtype=torch.int64)
+    given_tensors = {"indices": one, "ends": one, "of_features": torch.tensor([[0, 3, 0, 0]])}
+    given_tensors |= {"slot_of_row": torch.zeros(4).int(), "counts": torch.zeros(3).int()}
+    given_tensors |= {"used": torch.zeros(2).int(), "is_dirty": torch.zeros(2).bool()}
+    with pytest.raises((ValueError, TypeError), match=f"^{re.escape(message)}$"):
+        claim_rows(**given_tensors | changed, number=1, changes=True)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jagged.ops._shared.sizes import next_power_of_2
-from tests.aot import AMD, TARGETS, compile_kernel
+from tests.aot import AMD, AMD_SHARED_BYTES, TARGETS, compile_kernel
 from tests.places import PLACE
 
 pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
@@ -35,6 +35,25 @@ def test_nothing_is_spilled(dtype: str, width: int, arch: int) -> None:
     if width % 4 == 0 and arch == 90:
         accesses = ("v4.b32", "v2.b32") if dtype == "bf16" else ("v4.b32",)
         assert any(access in used.assembly for access in accesses)
+
+
+def compiled_claims(dtype: str, arch: int | str) -> Any:
+    from jagged.ops.host_rows.kernels import LOOKUPS, claim_rows_kernel
+
+    types = {"indices": f"*{dtype}", "ends": f"*{dtype}", "of_features": "*i64", "is_dirty": "*i1"}
+    types |= dict.fromkeys(("slot_of_row", "counts", "used", "rows", "missed", "totals"), "*i32")
+    types |= dict.fromkeys(("num_lookups", "num_features", "no_row", "number"), "i32")
+    return compile_kernel(claim_rows_kernel, types, {"CHANGES": True, "STEPS": 5, "LOOKUPS": LOOKUPS}, arch=arch)
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("dtype", ["i32", "i64"])
+def test_claims_spill_nothing(dtype: str, arch: int) -> None:
+    assert compiled_claims(dtype, arch).spills == 0
+
+
+def test_claims_on_amd() -> None:
+    assert compiled_claims("i64", AMD).shared_bytes <= AMD_SHARED_BYTES
 
 
 def test_amd() -> None:
