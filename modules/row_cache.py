@@ -199,6 +199,7 @@ class RowCache:
         self._is_dirty = torch.empty(self._no_slot + 1, dtype=torch.bool, device=self.device)
         self._rings: list[Tensor] = []
         self._cursors: list[int] = []
+        self._free: list[tuple[Tensor, Tensor, Tensor]] = []
         self.forget()
 
     def _pairs(self) -> list[list[tuple[Tensor, Tensor, bool]]]:
@@ -286,6 +287,7 @@ class RowCache:
             pool.last_misses.append(count)
             if count:
                 self._swap(pool, self._given_away(pool, count), of_pool, changes=changes)
+        self._free = []
         self._counted += ids.shape[0]
         self._lookups += ids.shape[0]
         self._hits += totals[1]
@@ -310,9 +312,9 @@ class RowCache:
 
     def _missed(self, listed: Tensor, totals: Tensor) -> tuple[Tensor, list[int]]:
         """The rows that are missed, in order, and how many of each pool; each pool has as many slots to give away."""
-        oldest = self._oldest()
-        free = [(self._used[ring + pool.first_slot] < oldest).sum() for pool, ring in zip(self.pools, self._rings, strict=True)]
-        numbers: list[int] = torch.cat([totals, torch.stack(free)]).tolist()
+        # Launched before the device is waited for, so that it has less to wait for afterwards.
+        self._free = [self._free_of(pool) for pool in self.pools]
+        numbers: list[int] = torch.cat([totals, *(order[-1:] for _, _, order in self._free)]).tolist()
         counts, of_rings = numbers[2 : 2 + len(self.pools)], numbers[2 + len(self.pools) :]
         # Whatever the order in which they were listed, slots are given in that of the rows.
         missed = listed[: numbers[0]].sort().values.long()
@@ -338,15 +340,21 @@ class RowCache:
         # The cursor comes to them next.
         cursor = self._cursors[number]
         self._rings[number] = torch.cat([ring[:cursor], slots, ring[cursor:]])
+        self._free[number] = self._free_of(pool)
         return slots.shape[0]
+
+    def _free_of(self, pool: _Pool) -> tuple[Tensor, Tensor, Tensor]:
+        """A pool's ring from the cursor on, whose rows need not stay, and how many of them there are up to each slot."""
+        number = self.pools.index(pool)
+        ring = self._rings[number].roll(-self._cursors[number])
+        is_free = self._used[ring + pool.first_slot] < self._oldest()
+        return ring, is_free, is_free.cumsum(0, dtype=torch.int32)
 
     def _given_away(self, pool: _Pool, count: int) -> Tensor:
         """The next slots of a pool's ring whose rows need not stay."""
         number = self.pools.index(pool)
-        ring = self._rings[number].roll(-self._cursors[number])
-        is_free = self._used[ring + pool.first_slot] < self._oldest()
-        order = is_free.cumsum(0)
-        places = torch.where(is_free & (order <= count), order - 1, count)
+        ring, is_free, order = self._free[number]
+        places = torch.where(is_free & (order <= count), order - 1, count).long()
         self._cursors[number] = (self._cursors[number] + count) % ring.shape[0]
         return ring.new_empty(count + 1).scatter_(0, places, ring)[:count]
 
@@ -368,13 +376,16 @@ class RowCache:
     def _exchange(self, number: int, slots: Tensor, leaving: Tensor, coming: Tensor) -> None:
         """Copy rows, which are numbers of rows of all tables or -1, and their states."""
         pool = self.pools[number]
-        of_both = [self._begins(pool, rows) for rows in (leaving, coming)]
+        of_both = (self._begins(pool, leaving), self._begins(pool, coming))
         for cached, host, is_by_element in self._copied[number]:
             lines = (of_element if is_by_element else of_row for of_element, of_row in of_both)
             exchange_rows(cached, host, slots, *lines)
 
     def _begins(self, pool: _Pool, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The lines of the host's tables at which rows begin, and their numbers among the states of rows."""
+        """The lines of the host's tables at which rows begin, and their numbers among the states of rows; below 0 for none."""
+        if len(self.pools) == len(pool.tables) == len(self.layout.rows):
+            # The one table: few steps, for the device waits for them.
+            return (rows if pool.width == pool.line else rows * (pool.width // pool.line)), rows
         firsts, starts, first_rows = self._numbers
         tables = torch.searchsorted(firsts, rows, right=True).sub_(1).clamp_(min=0)
         of_table = rows - firsts[tables]

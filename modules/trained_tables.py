@@ -145,7 +145,7 @@ class TrainedTables(nn.Module):
             >>> tables = ScheduledEmbeddingCollection([config], "meta", cache_bytes=2**30, **options)
             >>> forecast = tables.cache_forecast()
             >>> forecast.device_bytes <= 2**30, forecast.host_bytes, forecast.slots
-            (True, 5160000000, 1862853)
+            (True, 5160000000, 1864431)
         """
         self._refuse_uncached("cache_forecast")
         return CacheForecast(*map(sum, zip(*(storage.forecast() for storage in self._cached), strict=True)))
