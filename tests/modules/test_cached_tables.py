@@ -20,6 +20,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from jagged.modules import (
     HeldUpdates,
+    QuantizedEmbeddingBagCollection,
+    QuantizedEmbeddingCollection,
     ScheduledEmbeddingBagCollection,
     ScheduledEmbeddingBagCollectionSharder,
     ScheduledEmbeddingCollection,
@@ -613,6 +615,17 @@ def test_unknown_ids(place: Place, make: Callable[[], Any]) -> None:
     for found, expected in zip(values_of(step(cached, features)), values_of(step(whole, features)), strict=True):
         same(found, expected)
     same_tables(cached, whole)
+
+
+@pytest.mark.parametrize("make", [sequences, bags])
+def test_quantised_tables(place: Place, make: Callable[[], Any]) -> None:
+    """They have what updates made of the rows."""
+    of = QuantizedEmbeddingCollection if make is sequences else QuantizedEmbeddingBagCollection
+    whole, cached = pair(make)
+    for collection in (whole, cached):
+        step(collection, zipf(0))
+    for found, expected in zip(*(values_of(of.from_float(one)(zipf(1))) for one in (cached, whole)), strict=True):
+        same(found, expected)
 
 
 def test_compiled_around(place: Place) -> None:
