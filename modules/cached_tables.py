@@ -44,7 +44,8 @@ def checked_cache(
             "cache_bytes: expected an optimizer that updates rows in the backward pass, got None: a gradient of whole tables "
             "would need as much memory as they do; name one with optimizer"
         )
-    return CacheOptions(cache_bytes, cache_interval, torch.get_default_device() if device is None else torch.device(device))
+    # With its number, by which ids are compared.
+    return CacheOptions(cache_bytes, cache_interval, torch.empty(0, device=device).device)
 
 
 class CachedTableStorage(TableStorage):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from jagged.modules.bag_collection import on_device
-from jagged.ops import BagLayout, BagOptimizer, claim_rows, exchange_rows, values_are_trusted
+from jagged.ops import BagLayout, BagOptimizer, claim_rows, exchange_rows, seat_rows, values_are_trusted
 
 # Bytes on the device for each row of the tables: its slot, and how often it was looked up.
 BYTES_OF_ROW = 4 + 4
@@ -82,6 +82,14 @@ class _Features(NamedTuple):
 
     slots: BagLayout
     of_features: Tensor
+
+
+class _Free(NamedTuple):
+    """Slots in the order in which they are given away, whose rows need not stay, and how many of these there are up to each."""
+
+    ring: Tensor
+    is_free: Tensor
+    order: Tensor
 
 
 class _Pool:
@@ -178,8 +186,7 @@ class RowCache:
         firsts = [0, *accumulate(layout.rows[table] for table in order)]
         self.first_of_table = dict(zip(order, firsts[:-1], strict=True))
         self.rows = firsts[-1]
-        of_numbers = [(firsts[place], layout.starts[table], layout.first_rows[table]) for place, table in enumerate(order)]
-        self._numbers = torch.tensor(of_numbers, dtype=torch.int64, device=self.device).T.contiguous().unbind()
+        self._tables = [self._tables_of(pool) for pool in self.pools]
         self._of_layouts: dict[BagLayout, _Features] = {}
         self._copied = self._pairs()
         self.counts = torch.zeros(self.rows, dtype=torch.int32, device=self.device)
@@ -199,7 +206,7 @@ class RowCache:
         self._is_dirty = torch.empty(self._no_slot + 1, dtype=torch.bool, device=self.device)
         self._rings: list[Tensor] = []
         self._cursors: list[int] = []
-        self._free: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._free: list[_Free] = []
         self.forget()
 
     def _pairs(self) -> list[list[tuple[Tensor, Tensor, bool]]]:
@@ -217,6 +224,11 @@ class RowCache:
                     views.append((cached[pool.of_slots, None], host[:, None], False))
             found.append(views)
         return found
+
+    def _tables_of(self, pool: _Pool) -> Tensor:
+        """A pool's tables as `seat_rows` takes them."""
+        of = [(self.first_of_table[table], self.layout.starts[table], self.layout.first_rows[table]) for table in pool.tables]
+        return torch.tensor(of, dtype=torch.int64, device=self.device).T.contiguous()
 
     def forget(self) -> None:
         """Let every slot be empty, without writing anything back; counts stay."""
@@ -286,7 +298,9 @@ class RowCache:
         for pool, of_pool, count in zip(self.pools, missed.split(counts), counts, strict=True):
             pool.last_misses.append(count)
             if count:
-                self._swap(pool, self._given_away(pool, count), of_pool, changes=changes)
+                number = self.pools.index(pool)
+                self._swap(pool, self._free[number], of_pool, changes=changes)
+                self._cursors[number] = (self._cursors[number] + count) % self._rings[number].shape[0]
         self._free = []
         self._counted += ids.shape[0]
         self._lookups += ids.shape[0]
@@ -314,7 +328,7 @@ class RowCache:
         """The rows that are missed, in order, and how many of each pool; each pool has as many slots to give away."""
         # Launched before the device is waited for, so that it has less to wait for afterwards.
         self._free = [self._free_of(pool) for pool in self.pools]
-        numbers: list[int] = torch.cat([totals, *(order[-1:] for _, _, order in self._free)]).tolist()
+        numbers: list[int] = torch.cat([totals, *(free.order[-1:] for free in self._free)]).tolist()
         counts, of_rings = numbers[2 : 2 + len(self.pools)], numbers[2 + len(self.pools) :]
         # Whatever the order in which they were listed, slots are given in that of the rows.
         missed = listed[: numbers[0]].sort().values.long()
@@ -343,54 +357,28 @@ class RowCache:
         self._free[number] = self._free_of(pool)
         return slots.shape[0]
 
-    def _free_of(self, pool: _Pool) -> tuple[Tensor, Tensor, Tensor]:
-        """A pool's ring from the cursor on, whose rows need not stay, and how many of them there are up to each slot."""
+    def _free_of(self, pool: _Pool) -> _Free:
+        """A pool's ring from the cursor on."""
         number = self.pools.index(pool)
         ring = self._rings[number].roll(-self._cursors[number])
         is_free = self._used[ring + pool.first_slot] < self._oldest()
-        return ring, is_free, is_free.cumsum(0, dtype=torch.int32)
+        return _Free(ring, is_free, is_free.cumsum(0, dtype=torch.int32))
 
-    def _given_away(self, pool: _Pool, count: int) -> Tensor:
-        """The next slots of a pool's ring whose rows need not stay."""
-        number = self.pools.index(pool)
-        ring, is_free, order = self._free[number]
-        places = torch.where(is_free & (order <= count), order - 1, count).long()
-        self._cursors[number] = (self._cursors[number] + count) % ring.shape[0]
-        return ring.new_empty(count + 1).scatter_(0, places, ring)[:count]
-
-    def _swap(self, pool: _Pool, slots: Tensor, coming: Tensor, *, changes: bool) -> None:
-        """Write the changed rows of some slots back, and read others into them, which may be changed."""
-        number, places = self.pools.index(pool), slots + pool.first_slot
-        old = self._row_of_slot[places].long()
-        leaves = self._is_dirty[places] & (old >= 0)
-        self._exchange(number, slots, torch.where(leaves, old, -1), coming)
-        self._slot_of_row[torch.where(old < 0, self._no_row, old)] = -1
-        self._slot_of_row[coming] = slots.int()
-        self._row_of_slot[places] = coming.int()
-        self._is_dirty[places] = changes
-        self._used[places] = self._number
-        self._exchanges += 1
-        self._read[number] += slots.shape[0]
-        self._written[number] += leaves.sum()
-
-    def _exchange(self, number: int, slots: Tensor, leaving: Tensor, coming: Tensor) -> None:
-        """Copy rows, which are numbers of rows of all tables or -1, and their states."""
-        pool = self.pools[number]
-        of_both = (self._begins(pool, leaving), self._begins(pool, coming))
+    def _swap(self, pool: _Pool, free: _Free, coming: Tensor, *, changes: bool) -> None:
+        """Write the changed rows of the first free slots back, and read others into them, which may be changed."""
+        number, of_slots = self.pools.index(pool), pool.of_slots
+        maps = self._slot_of_row, self._row_of_slot[of_slots], self._used[of_slots], self._is_dirty[of_slots]
+        seated = seat_rows(
+            *free, coming, self._tables[number], *maps, self._written[number],
+            number=self._number, changes=changes, width=pool.width, line=pool.line,
+        )  # fmt: skip
         for cached, host, is_by_element in self._copied[number]:
-            lines = (of_element if is_by_element else of_row for of_element, of_row in of_both)
-            exchange_rows(cached, host, slots, *lines)
-
-    def _begins(self, pool: _Pool, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The lines of the host's tables at which rows begin, and their numbers among the states of rows; below 0 for none."""
-        if len(self.pools) == len(pool.tables) == len(self.layout.rows):
-            # The one table: few steps, for the device waits for them.
-            return (rows if pool.width == pool.line else rows * (pool.width // pool.line)), rows
-        firsts, starts, first_rows = self._numbers
-        tables = torch.searchsorted(firsts, rows, right=True).sub_(1).clamp_(min=0)
-        of_table = rows - firsts[tables]
-        lines = starts[tables] // pool.line + of_table * (pool.width // pool.line)
-        return torch.where(rows < 0, -1, lines), torch.where(rows < 0, -1, first_rows[tables] + of_table)
+            if is_by_element:
+                exchange_rows(cached, host, seated.slots, seated.leaving_lines, seated.coming_lines)
+            else:
+                exchange_rows(cached, host, seated.slots, seated.leaving_rows, seated.coming_rows)
+        self._exchanges += 1
+        self._read[number] += coming.shape[0]
 
     def move(self) -> None:
         """Make the most frequent rows the ones that stay, all slots but those of the ring; between steps."""
@@ -406,7 +394,8 @@ class RowCache:
             given, self._rings[number] = others.split([coming.shape[0], others.shape[0] - coming.shape[0]])
             self._cursors[number] = 0
             if coming.shape[0]:
-                self._swap(pool, given, coming, changes=False)
+                order = torch.arange(1, coming.shape[0] + 1, dtype=torch.int32, device=self.device)
+                self._swap(pool, _Free(given, order > 0, order), coming, changes=False)
         if self._counted >= COUNTED_BEFORE_HALVING * self.rows:
             self.counts.bitwise_right_shift_(1)
             self._counted = 0
@@ -420,7 +409,12 @@ class RowCache:
         for number, pool in enumerate(self.pools):
             slots = self._is_dirty[pool.of_slots].nonzero()[:, 0]
             rows = self._row_of_slot[pool.of_slots][slots].long()
-            self._exchange(number, slots, rows, torch.full_like(rows, -1))
+            firsts, starts, first_rows = self._tables[number]
+            of_rows = torch.searchsorted(firsts, rows, right=True) - 1
+            within, stays = rows - firsts[of_rows], torch.full_like(rows, -1)
+            lines = starts[of_rows] // pool.line + within * (pool.width // pool.line)
+            for cached, host, is_by_element in self._copied[number]:
+                exchange_rows(cached, host, slots, lines if is_by_element else first_rows[of_rows] + within, stays)
             self._written[number] += slots.shape[0]
         is_held = any(lease.released_at is None for lease in (*self._leases, *self._reached))
         # What an update is yet to change is to be written again.

@@ -58,7 +58,7 @@ from jagged.ops.group_sparse import (
     group_sparse_linear,
     group_sparse_topk,
 )
-from jagged.ops.host_rows import claim_rows, exchange_rows
+from jagged.ops.host_rows import SeatedRows, claim_rows, exchange_rows, seat_rows
 from jagged.ops.linear_bce import linear_bce
 from jagged.ops.sampled_cross_entropy import (
     Correction,
@@ -88,6 +88,7 @@ __all__ = [
     "PlanMismatch",
     "Positive",
     "Reduction",
+    "SeatedRows",
     "Strategy",
     "StrategyName",
     "Window",
@@ -130,6 +131,7 @@ __all__ = [
     "row_positions",
     "sample_of_row",
     "sampled_linear_cross_entropy",
+    "seat_rows",
     "trust_values",
     "validate_ids",
     "validate_offsets",

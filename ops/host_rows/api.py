@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from jagged.ops._shared.validation import check_tensor
-from jagged.ops.host_rows.spec import CLAIM_ROWS, EXCHANGE_ROWS, Claiming, Claims, Inputs, Options
+from jagged.ops.host_rows.spec import CLAIM_ROWS, EXCHANGE_ROWS, SEAT_ROWS, Claiming, Claims, Inputs, Options, Seating, Seats
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64)
 NUMBERS = (torch.int64, torch.int32)
@@ -146,3 +148,88 @@ def claim_rows(
         claims = Claims(indices.contiguous(), ends.contiguous(), *maps, rows, missed, totals)
         CLAIM_ROWS(claims, Claiming(number, changes), backend)
     return rows, missed, totals
+
+
+class SeatedRows(NamedTuple):
+    """What `exchange_rows` is given, `[N]` int64 each: slots, and the rows that leave and come, as lines and as numbers.
+
+    -1 for rows that do not leave: those of empty slots, and those that were not changed.
+    """
+
+    slots: Tensor
+    leaving_lines: Tensor
+    coming_lines: Tensor
+    leaving_rows: Tensor
+    coming_rows: Tensor
+
+
+def seat_rows(
+    ring: Tensor,
+    is_free: Tensor,
+    order: Tensor,
+    coming: Tensor,
+    tables: Tensor,
+    slot_of_row: Tensor,
+    row_of_slot: Tensor,
+    used: Tensor,
+    is_dirty: Tensor,
+    written: Tensor,
+    *,
+    number: int,
+    changes: bool,
+    width: int,
+    line: int,
+    backend: str | None = None,
+) -> SeatedRows:
+    """Give the first free slots of a ring to rows that come, and say which rows leave them; nothing waits for the device.
+
+    Args:
+        ring: `[K]` int64: slots of a pool.
+        is_free: `[K]` bool: whether their rows may leave; at least N.
+        order: `[K]` int32: the running sum of `is_free`.
+        coming: `[N]` int64: rows that are in no slot, each once.
+        tables: `[3, T]` int64, contiguous: for each table the number of its first row, the element of the host's storage at
+            which it begins, a multiple of `line`, and its first row among the states of rows.
+        slot_of_row, used, is_dirty: as of `claim_rows`, the latter two from the pool's first slot on. Changed in place.
+        row_of_slot: int32, from the pool's first slot on: each slot's row, -1 for none. Changed in place.
+        written: `[]` int64: grows by the number of rows that leave.
+        number, changes: as of `claim_rows`.
+        width, line: elements of a row and of a line.
+        backend: `"torch"` or `"triton"`; None takes Triton for CUDA tensors and PyTorch for the rest.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or devices that do not fit.
+
+    Example:
+        >>> import torch
+        >>> from jagged.ops import seat_rows
+        >>> slot_of_row, row_of_slot = torch.tensor([0, -1, -1], dtype=torch.int32), torch.tensor([0], dtype=torch.int32)
+        >>> maps = slot_of_row, row_of_slot, torch.zeros(1, dtype=torch.int32), torch.tensor([True])
+        >>> ring, is_free, order = torch.tensor([0]), torch.tensor([True]), torch.tensor([1], dtype=torch.int32)
+        >>> tables, written = torch.zeros(3, 1, dtype=torch.int64), torch.tensor(0)
+        >>> options = {"number": 1, "changes": False, "width": 8, "line": 4}
+        >>> seated = seat_rows(ring, is_free, order, torch.tensor([2]), tables, *maps, written, **options)
+        >>> seated.leaving_lines.tolist(), seated.coming_lines.tolist(), slot_of_row.tolist(), row_of_slot.tolist()
+        ([0], [4], [-1, -1, 0], [2])
+    """
+    of_maps = (("slot_of_row", slot_of_row), ("row_of_slot", row_of_slot), ("used", used), ("order", order))
+    for name, tensor in of_maps:
+        check_tensor(name, tensor, "[*]", (torch.int32,))
+    for name, tensor in (("ring", ring), ("coming", coming)):
+        check_tensor(name, tensor, "[*]", (torch.int64,))
+    for name, tensor in (("is_free", is_free), ("is_dirty", is_dirty)):
+        check_tensor(name, tensor, "[*]", (torch.bool,))
+    check_tensor("tables", tables, "[3, T]", (torch.int64,))
+    if tables.shape[0] != 3 or not tables.is_contiguous() or is_free.shape != ring.shape or order.shape != ring.shape:
+        raise ValueError(
+            f"tables: expected shape [3, T], contiguous, beside ring, is_free and order of one length, got {list(tables.shape)} "
+            f"beside {ring.shape[0]}, {is_free.shape[0]} and {order.shape[0]}"
+        )
+    if line < 1 or width % line:
+        raise ValueError(f"line: expected a number that divides the width, {width}, got {line}")
+    seated = SeatedRows(*torch.empty(5, coming.shape[0], dtype=torch.int64, device=coming.device))
+    if coming.shape[0]:
+        maps = slot_of_row, row_of_slot, used, is_dirty
+        inputs = Seats(ring, is_free, order, coming, tables, *maps, *seated, written)
+        SEAT_ROWS(inputs, Seating(number, changes, width, line), backend)
+    return seated

@@ -7,13 +7,13 @@ import triton.language as tl
 
 from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.sizes import cdiv, next_power_of_2
-from jagged.ops.host_rows.spec import Claiming, Claims, Inputs, Nothing, Options
+from jagged.ops.host_rows.spec import Claiming, Claims, Inputs, Nothing, Options, Seating, Seats
 
 # Bytes of one program's tile of each direction, 64 a thread: four accesses of 16 bytes under way hide the link's latency.
 TILE_BYTES = 8192
 MOST_ROWS, MOST_COLUMNS = 256, 1024
-# Lookups of one program.
-LOOKUPS = 512
+# Lookups of one program, and slots.
+LOOKUPS, SLOTS = 512, 256
 
 
 @triton.jit(do_not_specialize=["num_exchanges", "num_slots", "num_lines"])
@@ -103,5 +103,63 @@ def claim(x: Claims, o: Claiming) -> Nothing:
     _launch_claim_rows(
         (cdiv(count, LOOKUPS),), *x, count, num_features, x.slot_of_row.shape[0] - 1, o.number,
         CHANGES=o.changes, STEPS=num_features.bit_length(), LOOKUPS=LOOKUPS,
+    )  # fmt: skip
+    return Nothing()
+
+
+@triton.jit
+def line_of(row, tables, num_tables, LINES: tl.constexpr, LINE: tl.constexpr, STEPS: tl.constexpr):
+    """Line of the host's storage at which a row begins, and its number among the states of rows."""
+    table = tl.zeros(row.shape, tl.int32)
+    above = table + num_tables
+    for _ in range(STEPS):
+        middle = (table + above) // 2
+        is_after = (middle < num_tables) & (tl.load(tables + middle, mask=middle < num_tables, other=0) <= row)
+        table = tl.where(is_after, middle + 1, table)
+        above = tl.where(is_after, above, middle)
+    of_table = tables + tl.maximum(table - 1, 0)
+    within = row - tl.load(of_table)
+    return tl.load(of_table + num_tables) // LINE + within * LINES, tl.load(of_table + 2 * num_tables) + within
+
+
+@triton.jit(do_not_specialize=["num_ring", "num_coming", "num_tables", "number"])
+def seat_rows_kernel(
+    ring, is_free, order, coming, tables, slot_of_row, row_of_slot, used, is_dirty,
+    slots, leaving_lines, coming_lines, leaving_rows, coming_rows, written, num_ring, num_coming, num_tables, number,
+    CHANGES: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr, STEPS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Give some slots to the rows that come, and say which rows leave. No row does both."""
+    place = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
+    exists = place < num_ring
+    at = tl.load(order + place, mask=exists, other=0) - 1
+    takes = exists & (tl.load(is_free + place, mask=exists, other=0) != 0) & (at < num_coming)
+    slot = tl.load(ring + place, mask=takes, other=0)
+    new = tl.load(coming + at, mask=takes, other=0)
+    old = tl.load(row_of_slot + slot, mask=takes, other=-1).to(tl.int64)
+    leaves = takes & (old >= 0) & (tl.load(is_dirty + slot, mask=takes, other=0) != 0)
+    tl.store(slots + at, slot, mask=takes)
+    line, row = line_of(new, tables, num_tables, LINES, LINE, STEPS)
+    tl.store(coming_lines + at, line, mask=takes)
+    tl.store(coming_rows + at, row, mask=takes)
+    line, row = line_of(old, tables, num_tables, LINES, LINE, STEPS)
+    tl.store(leaving_lines + at, tl.where(leaves, line, -1), mask=takes)
+    tl.store(leaving_rows + at, tl.where(leaves, row, -1), mask=takes)
+    tl.store(slot_of_row + old, -1, mask=takes & (old >= 0))
+    tl.store(slot_of_row + new, slot.to(tl.int32), mask=takes)
+    tl.store(row_of_slot + slot, new.to(tl.int32), mask=takes)
+    tl.store(used + slot, number, mask=takes)
+    tl.store(is_dirty + slot, CHANGES, mask=takes)
+    tl.atomic_add(written, tl.sum(leaves.to(tl.int64)), sem="relaxed")
+
+
+_launch_seat_rows = Launcher(seat_rows_kernel)
+
+
+def seat(x: Seats, o: Seating) -> Nothing:
+    """Launch `seat_rows_kernel`."""
+    num_ring, num_tables = x.ring.shape[0], x.tables.shape[1]
+    _launch_seat_rows(
+        (cdiv(num_ring, SLOTS),), *x, num_ring, x.coming.shape[0], num_tables, o.number,
+        CHANGES=o.changes, LINES=o.width // o.line, LINE=o.line, STEPS=num_tables.bit_length(), SLOTS=SLOTS,
     )  # fmt: skip
     return Nothing()

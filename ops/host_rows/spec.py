@@ -80,3 +80,50 @@ CLAIM_ROWS = operator(
     triton="jagged.ops.host_rows.kernels:claim",
     mutates=("slot_of_row", "counts", "used", "is_dirty", "rows", "missed", "totals"),
 )
+
+
+class Seats(NamedTuple):
+    """Slots that may be given away, the rows that come, the tables, the cache's maps of one pool; what the exchange is given.
+
+    `ring`, `is_free` and `order` `[K]`: slots, whether their rows may leave, and how many may up to each. `coming` `[N]`: rows.
+    `tables` `[3, T]`: each table's first row, element of the host's storage and row among the states of rows. `row_of_slot`,
+    `used` and `is_dirty` begin with the pool's slots. Of what is found all but `written`, a sum, are `[N]` int64.
+    """
+
+    ring: Tensor
+    is_free: Tensor
+    order: Tensor
+    coming: Tensor
+    tables: Tensor
+    slot_of_row: Tensor
+    row_of_slot: Tensor
+    used: Tensor
+    is_dirty: Tensor
+    slots: Tensor
+    leaving_lines: Tensor
+    coming_lines: Tensor
+    leaving_rows: Tensor
+    coming_rows: Tensor
+    written: Tensor
+
+
+class Seating(NamedTuple):
+    """The lookup's number, whether rows may be changed by it, elements of a row and of a line of the host's storage."""
+
+    number: int
+    changes: bool
+    width: int
+    line: int
+
+
+_FOUND = ("slots", "leaving_lines", "coming_lines", "leaving_rows", "coming_rows", "written")
+SEAT_ROWS = operator(
+    "seat_rows",
+    Seats,
+    Seating,
+    Nothing,
+    shapes=lambda x, o: Nothing(),
+    torch="jagged.ops.host_rows.torch_impl:seat",
+    triton="jagged.ops.host_rows.kernels:seat",
+    mutates=("slot_of_row", "row_of_slot", "used", "is_dirty", *_FOUND),
+)

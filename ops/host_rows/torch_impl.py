@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jagged.ops.host_rows.spec import Claiming, Claims, Inputs, Nothing, Options
+from jagged.ops.host_rows.spec import Claiming, Claims, Inputs, Nothing, Options, Seating, Seats
 
 
 def exchange(x: Inputs, o: Options) -> Nothing:
@@ -48,3 +48,32 @@ def claim(x: Claims, o: Claiming) -> Nothing:
     x.totals[0], x.totals[1] = missed.shape[0], is_hit.sum()
     x.totals[2:] = speaks.bincount(minlength=x.totals.shape[0] - 2)
     return Nothing()
+
+
+def seat(x: Seats, o: Seating) -> Nothing:
+    """Give the first free slots to the rows that come."""
+    slots = x.ring[x.is_free & (x.order <= x.coming.shape[0])]
+    old = x.row_of_slot[slots].long()
+    leaves = x.is_dirty[slots] & (old >= 0)
+    x.slots.copy_(slots)
+    for rows, lines, numbers in ((old, x.leaving_lines, x.leaving_rows), (x.coming, x.coming_lines, x.coming_rows)):
+        of_lines, of_rows = begins(x.tables, rows, o.width, o.line)
+        lines.copy_(of_lines)
+        numbers.copy_(of_rows)
+    x.leaving_lines.masked_fill_(~leaves, -1)
+    x.leaving_rows.masked_fill_(~leaves, -1)
+    x.slot_of_row[old[old >= 0]] = -1
+    x.slot_of_row[x.coming] = slots.to(x.slot_of_row.dtype)
+    x.row_of_slot[slots] = x.coming.to(x.row_of_slot.dtype)
+    x.used[slots] = o.number
+    x.is_dirty[slots] = o.changes
+    x.written.add_(leaves.sum())
+    return Nothing()
+
+
+def begins(tables: Tensor, rows: Tensor, width: int, line: int) -> tuple[Tensor, Tensor]:
+    """Return the lines of the host's storage at which rows begin, and their numbers among the states of rows."""
+    firsts, starts, first_rows = tables
+    of_rows = torch.searchsorted(firsts, rows, right=True).sub_(1).clamp_(min=0)
+    within = rows - firsts[of_rows]
+    return starts[of_rows] // line + within * (width // line), first_rows[of_rows] + within

@@ -386,12 +386,13 @@ def test_copies(place: Place, way: str) -> None:
     same_tables(copied, whole)
 
 
-def test_evaluation_changes_nothing(place: Place) -> None:
-    _, cached = pair(sequences)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_changes_nothing(place: Place, mode: Any) -> None:
+    whole, cached = pair(sequences)
     before = copy.deepcopy(cached.state_dict())
     cached.eval()
     for seed in range(8):
-        with torch.no_grad():
+        with mode():
             cached(zipf(seed))
     statistics = cached.cache_statistics(reset=True)
     assert statistics.rows_read > 0
@@ -399,6 +400,10 @@ def test_evaluation_changes_nothing(place: Place) -> None:
     assert cached.cache_statistics() == (0, 0, 0, 0, 0, 0, 0)
     assert cached.cache_statistics().hit_share == 1.0
     assert all(torch.equal(of, before[name]) for name, of in cached.state_dict().items())
+    for seed in range(8):
+        step(whole, zipf(seed))
+        step(cached, zipf(seed))
+    same_tables(cached, whole)
 
 
 def test_frozen_tables(place: Place) -> None:

@@ -52,6 +52,7 @@ from jagged.ops import (
     linear_cross_entropy,
     quantize_rows,
     sampled_linear_cross_entropy,
+    seat_rows,
 )
 from tests.places import PLACE
 from tests.strategies import Jagged, jagged_of, random_tensor
@@ -370,6 +371,13 @@ def host_rows(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
                 ids, batch.offsets[1:], of_features, slot_of_row, slot_of_row[1:].clone(), used, is_dirty,
                 number=1, changes=True, backend=PLACE.backend,
             )  # fmt: skip
+            if batch.total:
+                written = torch.zeros((), dtype=torch.int64, device=PLACE.device)
+                seat_rows(
+                    slots, slots >= 0, slots.int() + 1, slots.flip(0), of_features[0, :3, None] * 0, slot_of_row,
+                    torch.full_like(used, -1), used, is_dirty, written, number=2, changes=True, width=width, line=1,
+                    backend=PLACE.backend,
+                )  # fmt: skip
         # Every third slot keeps its rows, every second row is not written back.
         coming = torch.where(slots % 3 > 0, slots, -1)
         exchange_rows(

@@ -22,6 +22,7 @@ NOT_RECORDED = {
     "exchange_rows",
     "from_nested",
     "linear_cross_entropy_strategy",
+    "seat_rows",
     "trust_values",
     "validate_ids",
     "validate_offsets",

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jagged.ops import claim_rows, exchange_rows
+from jagged.ops import claim_rows, exchange_rows, seat_rows
 from tests.places import PLACE, Place
 from tests.strategies import random_tensor, seeds
 
@@ -145,6 +145,57 @@ def test_rows_are_found_counted_and_claimed(
     assert maps[3].tolist() == [changes and used.get(slot, False) for slot in range(4 * pools + 1)]
 
 
+@given(st.integers(1, 12), st.integers(0, 12), seeds(), st.booleans())
+def test_rows_get_the_first_free_slots(place: Place, slots: int, wanted: int, seed: int, changes: bool) -> None:
+    """Against a loop. Two tables of rows of 6 in lines of 2: the first begins at element 16, the other at 64."""
+    generator = torch.Generator().manual_seed(seed)
+    tables, rows = torch.tensor([[0, 8], [16, 64], [20, 3]]), 17
+    row_of_slot = torch.where(torch.rand(slots, generator=generator) < 0.3, -1, torch.randperm(rows, generator=generator)[:slots])
+    slot_of_row = torch.full((rows + 1,), -1)
+    for slot, row in enumerate(row_of_slot.tolist()):
+        slot_of_row[row if row >= 0 else rows] = slot if row >= 0 else -1
+    is_dirty, is_free = (torch.rand(slots, generator=generator) < 0.6 for _ in range(2))
+    ring = torch.randperm(slots, generator=generator)
+    out = [row for row in range(rows) if slot_of_row[row] < 0]
+    coming = torch.tensor(out[: min(wanted, int(is_free.sum()))], dtype=torch.int64)
+    given_slots = [slot for slot, free in zip(ring.tolist(), is_free.tolist(), strict=True) if free][: len(coming)]
+
+    def begins(row: int) -> tuple[int, int]:
+        table = int(row >= 8)
+        first, start, first_row = tables[:, table].tolist()
+        return (start + 6 * (row - first)) // 2, first_row + row - first
+
+    expected = {"slot_of_row": slot_of_row.tolist(), "row_of_slot": row_of_slot.tolist(), "is_dirty": is_dirty.tolist()}
+    used, leaving = [0] * slots, []
+    for slot, new in zip(given_slots, coming.tolist(), strict=True):
+        old = int(row_of_slot[slot])
+        leaving.append(begins(old) if old >= 0 and is_dirty[slot] else (-1, -1))
+        if old >= 0:
+            expected["slot_of_row"][old] = -1
+        expected["slot_of_row"][new], expected["row_of_slot"][slot] = slot, new
+        expected["is_dirty"][slot], used[slot] = changes, 5
+    maps = [slot_of_row.int(), row_of_slot.int(), torch.zeros(slots).int(), is_dirty]
+    maps = [of.clone().to(place.device) for of in maps]
+    of_ring = ring, is_free, is_free.cumsum(0, dtype=torch.int32), coming, tables
+    written = torch.tensor(2, device=place.device)
+    seated = seat_rows(
+        *(of.to(place.device) for of in of_ring),
+        *maps,
+        written,
+        number=5,
+        changes=changes,
+        width=6,
+        line=2,
+        backend=place.backend,
+    )
+    assert seated.slots.tolist() == given_slots
+    assert list(zip(seated.leaving_lines.tolist(), seated.leaving_rows.tolist(), strict=True)) == leaving
+    assert list(zip(seated.coming_lines.tolist(), seated.coming_rows.tolist(), strict=True)) == list(map(begins, coming.tolist()))
+    assert [maps[0].tolist(), maps[1].tolist(), maps[3].tolist()] == list(expected.values())
+    assert maps[2].tolist() == used
+    assert written == 2 + sum(line >= 0 for line, _ in leaving)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -164,6 +215,26 @@ def test_claims_that_are_refused(changed: dict[str, Tensor], message: str) -> No
     given_tensors |= {"used": torch.zeros(2).int(), "is_dirty": torch.zeros(2).bool()}
     with pytest.raises((ValueError, TypeError), match=f"^{re.escape(message)}$"):
         claim_rows(**given_tensors | changed, number=1, changes=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"line": 3}, "line: expected a number that divides the width, 4, got 3"),
+        (
+            {"order": torch.ones(2).int()},
+            "tables: expected shape [3, T], contiguous, beside ring, is_free and order of one length, got [3, 1] beside 1, 1 "
+            "and 2",
+        ),
+    ],
+)
+def test_seats_that_are_refused(changed: dict[str, Any], message: str) -> None:
+    one = torch.zeros(1, dtype=torch.int64)
+    given_tensors = {"ring": one, "is_free": one.bool(), "order": one.int(), "coming": one, "tables": torch.zeros(3, 1).long()}
+    given_tensors |= {"slot_of_row": one.int(), "row_of_slot": one.int(), "used": one.int(), "is_dirty": one.bool()}
+    options = {"written": one[0], "number": 1, "changes": True, "width": 4, "line": 4}
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        seat_rows(**given_tensors | options | changed)
 
 
 @pytest.mark.gpu

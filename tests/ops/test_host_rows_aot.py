@@ -52,6 +52,18 @@ def test_claims_spill_nothing(dtype: str, arch: int) -> None:
     assert compiled_claims(dtype, arch).spills == 0
 
 
+@pytest.mark.parametrize("arch", TARGETS)
+def test_seats_spill_nothing(arch: int) -> None:
+    from jagged.ops.host_rows.kernels import SLOTS, seat_rows_kernel
+
+    types = dict.fromkeys(seat_rows_kernel.arg_names, "*i64") | {"is_free": "*i1", "is_dirty": "*i1"}
+    types |= dict.fromkeys(("order", "slot_of_row", "row_of_slot", "used"), "*i32")
+    types |= dict.fromkeys(("num_ring", "num_coming", "num_tables", "number"), "i32")
+    constants = {"CHANGES": True, "LINES": 8, "LINE": 16, "STEPS": 3, "SLOTS": SLOTS}
+    signature = {name: of for name, of in types.items() if name not in constants}
+    assert compile_kernel(seat_rows_kernel, signature, constants, arch=arch).spills == 0
+
+
 def test_claims_on_amd() -> None:
     assert compiled_claims("i64", AMD).shared_bytes <= AMD_SHARED_BYTES
 
