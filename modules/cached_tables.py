@@ -292,6 +292,12 @@ class CachedTableStorage(TableStorage):
         self.write_back()
         return super().__getstate__() | {"_cache": None, "_versions": [], "_pinned": {}}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.optimizer is not None:
+            # Where `torch.load` was told to put what was on the device.
+            self._cache_device = self.optimizer.learning_rate.device
+
 
 def _unpin(tensor: Tensor) -> None:
     runtime: Any = torch.cuda.cudart()
