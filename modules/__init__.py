@@ -24,6 +24,7 @@ from jagged.modules.mlp import JaggedMLP
 from jagged.modules.pooling import JaggedPooling
 from jagged.modules.positions import PositionalEncoding, TimeEncoding
 from jagged.modules.replacing import replace_embeddings
+from jagged.modules.row_cache import CacheForecast, CacheStatistics
 from jagged.modules.sampling import (
     InBatchSampler,
     LogUniformSampler,
@@ -41,6 +42,8 @@ from jagged.modules.targets import ItemMasking, MaskedItems, next_item_targets
 from jagged.modules.transformer import JaggedTransformerBlock
 
 __all__ = [
+    "CacheForecast",
+    "CacheStatistics",
     "CrossNet",
     "CutCrossEntropyHead",
     "DotInteraction",

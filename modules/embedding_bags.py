@@ -12,8 +12,9 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, Em
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.modules.bag_collection import BagCollection, KeyOrder
-from jagged.modules.table_storage import Table, TableStorage
-from jagged.modules.trained_tables import TablesPart, TrainedTables, gather, optimizer_maker
+from jagged.modules.cached_tables import checked_cache
+from jagged.modules.table_storage import Table
+from jagged.modules.trained_tables import TablesPart, TrainedTables, gather, optimizer_maker, share_of, write_back
 from jagged.ops import BagLayout, BagOptimizerKind, BagPlan, PlanMismatch
 
 DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
@@ -48,6 +49,10 @@ class ScheduledEmbeddingBagCollection(TrainedTables, BagCollection):
             without features: the lengths of each batch choose, as for features that the plan does not have. Followed on a GPU.
         plan_mismatch: what a plan for tables of other shapes, or in forward for another GPU, does: `"refuse"` raises, `"warn"`
             warns once and does without.
+        cache_bytes: keep tables and optimizer states in the host's memory, and on the device only what this budget in bytes has
+            room for: the rows that a batch needs, and the most frequent ones. Results are the same; see the guide. None: all is
+            on the device.
+        cache_interval: after how many lookups the most frequent rows are chosen anew.
 
     Raises:
         ValueError: no tables, two of one name, another data type or pooling, weighted means, options of the optimizer that are
@@ -94,6 +99,8 @@ class ScheduledEmbeddingBagCollection(TrainedTables, BagCollection):
         optimizer: BagOptimizerKind | None = None,
         optimizer_options: dict[str, Any] | None = None,
         output_dtype: torch.dtype = torch.float32,
+        cache_bytes: int | None = None,
+        cache_interval: int = 100,
         plan: BagPlan | str | os.PathLike[str] | None = None,
         plan_mismatch: PlanMismatch = "refuse",
     ) -> None:
@@ -102,11 +109,14 @@ class ScheduledEmbeddingBagCollection(TrainedTables, BagCollection):
         self._describe(tables, is_weighted, output_dtype)
         self._kind = optimizer
         self._optimizer = optimizer_maker(optimizer, optimizer_options)
+        self._cache = checked_cache(cache_bytes, cache_interval, device, optimizer)
         self.embedding_bags = nn.ModuleDict()
         self._parts: list[TablesPart] = []
         self._places = []
-        self._make_parts(device)
+        self._make_parts(self._home(device))
         self._plan_with(plan, plan_mismatch)
+        self.register_state_dict_pre_hook(write_back)
+        self.register_load_state_dict_pre_hook(write_back)
         self.register_load_state_dict_post_hook(gather)
         self.reset_parameters()
 
@@ -131,7 +141,7 @@ class ScheduledEmbeddingBagCollection(TrainedTables, BagCollection):
                     include_last_offset=True,
                     _weight=view,
                 )
-            storage = TableStorage(layout, [made[table.name] for table in own], self._optimizer)
+            storage = self._storage_of(layout, [made[table.name] for table in own], share_of(own, self._embedding_bag_configs))
             features = [name for table in own for name in table.feature_names]
             self._parts.append(TablesPart([table.name for table in own], storage, layout, features, KeyOrder(features)))
         counts = [0] * len(data_types)

@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.modules.bag_collection import BagCollection
 from jagged.modules.embedding_bags import check_tables
-from jagged.modules.quantized_tables import QuantizedPart, QuantizedTables, of_bytes, output_dtype_of
+from jagged.modules.quantized_tables import QuantizedPart, QuantizedTables, of_bytes, output_dtype_of, write_cached_back
 from jagged.ops import BagPlan, PlanMismatch
 
 
@@ -90,6 +90,7 @@ class QuantizedEmbeddingBagCollection(QuantizedTables, BagCollection):
         Raises:
             ValueError: a `qconfig` of other weights than 8 bits, for a table or for all.
         """
+        write_cached_back(module)
         configs = module.embedding_bag_configs()
         made = cls(configs, module.is_weighted(), module.device, output_dtype=output_dtype_of(module))
         made._plan, made._mismatch = getattr(module, "_plan", None), getattr(module, "_mismatch", made._mismatch)

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingConfig
 
 from jagged.modules.bag_collection import KeyOrder
+from jagged.modules.cached_tables import checked_cache
 from jagged.modules.embedding_bags import DTYPES, check_configs
 from jagged.modules.sequence_collection import SequenceCollection
-from jagged.modules.table_storage import Table, TableStorage
-from jagged.modules.trained_tables import TablesPart, TrainedTables, gather, optimizer_maker
+from jagged.modules.table_storage import Table
+from jagged.modules.trained_tables import TablesPart, TrainedTables, gather, optimizer_maker, share_of, write_back
 from jagged.ops import BagLayout, BagOptimizerKind
 
 
@@ -36,6 +37,10 @@ class ScheduledEmbeddingCollection(TrainedTables, SequenceCollection):
             leaves no gradients. None: parameters get dense gradients.
         optimizer_options: `learning_rate`, and the optimizer's others.
         output_dtype: of the rows.
+        cache_bytes: keep tables and optimizer states in the host's memory, and on the device only what this budget in bytes has
+            room for: the rows that a batch needs, and the most frequent ones. Results are the same; see the guide. None: all is
+            on the device.
+        cache_interval: after how many lookups the most frequent rows are chosen anew.
 
     Raises:
         ValueError: no tables, two of one name, several widths, another data type, options of the optimizer that are unknown or
@@ -71,16 +76,21 @@ class ScheduledEmbeddingCollection(TrainedTables, SequenceCollection):
         optimizer: BagOptimizerKind | None = None,
         optimizer_options: dict[str, Any] | None = None,
         output_dtype: torch.dtype = torch.float32,
+        cache_bytes: int | None = None,
+        cache_interval: int = 100,
     ) -> None:
         super().__init__()
         check_tables(tables, output_dtype)
         self._describe(tables, need_indices, output_dtype)
         self._kind = optimizer
         self._optimizer = optimizer_maker(optimizer, optimizer_options)
+        self._cache = checked_cache(cache_bytes, cache_interval, device, optimizer)
         self.embeddings = nn.ModuleDict()
         self._parts: list[TablesPart] = []
         self._names = []
-        self._make_parts(device)
+        self._make_parts(self._home(device))
+        self.register_state_dict_pre_hook(write_back)
+        self.register_load_state_dict_pre_hook(write_back)
         self.register_load_state_dict_post_hook(gather)
         self.reset_parameters()
 
@@ -99,7 +109,7 @@ class ScheduledEmbeddingCollection(TrainedTables, SequenceCollection):
             views = layout.views(torch.empty(layout.num_elements, dtype=DTYPES[data_type], device=device))
             for table, view in zip(own, views, strict=True):
                 made[table.name] = nn.Embedding(table.num_embeddings, table.embedding_dim, _weight=view)
-            storage = TableStorage(layout, [made[table.name] for table in own], self._optimizer)
+            storage = self._storage_of(layout, [made[table.name] for table in own], share_of(own, self._embedding_configs))
             features = [name for table in own for name in table.feature_names]
             self._parts.append(TablesPart([table.name for table in own], storage, layout, features, KeyOrder(features)))
             self._names.append([name for table, names in named if table.data_type == data_type for name in names])

@@ -10,7 +10,7 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollectionInterface
 
 from jagged.modules.embedding_sequences import check_tables
-from jagged.modules.quantized_tables import QuantizedPart, QuantizedTables, of_bytes, output_dtype_of
+from jagged.modules.quantized_tables import QuantizedPart, QuantizedTables, of_bytes, output_dtype_of, write_cached_back
 from jagged.modules.sequence_collection import SequenceCollection
 
 
@@ -85,6 +85,7 @@ class QuantizedEmbeddingCollection(QuantizedTables, SequenceCollection):
         Raises:
             ValueError: a `qconfig` of other weights than 8 bits, for a table or for all.
         """
+        write_cached_back(module)
         configs = module.embedding_configs()
         made = cls(configs, module.device, module.need_indices(), output_dtype=output_dtype_of(module))
         made._quantise(module.embeddings[table.name].weight for table in configs)

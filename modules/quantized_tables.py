@@ -12,6 +12,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from jagged.modules.bag_collection import KeyOrder
 from jagged.modules.embedding_bags import OUTPUT_DTYPES
+from jagged.modules.trained_tables import TrainedTables
 from jagged.ops import BagLayout, embedding_bags, quantize_rows
 
 # What a qconfig may name; all mean 8 bits for each number.
@@ -85,6 +86,12 @@ class QuantizedTables(nn.Module):
         # A model's `.half()` moves nothing, and scales in less than float32 would add an error of their own.
         super()._apply(lambda tensor: _as_before(tensor, fn(tensor)), recurse)
         return self
+
+
+def write_cached_back(module: nn.Module) -> None:
+    """Let the parameters of a float collection have what updates made of them, also where rows are cached."""
+    if isinstance(module, TrainedTables):
+        module.write_back()
 
 
 def of_bytes(tables: list[_Config]) -> list[_Config]:

@@ -25,7 +25,7 @@ def share_tables(*collections: ScheduledEmbeddingBagCollection | ScheduledEmbedd
             optimizer and options, or without any.
 
     Raises:
-        ValueError: tables of one name that differ in rows, width or data type, other optimizers.
+        ValueError: tables of one name that differ in rows, width or data type, other optimizers, collections with `cache_bytes`.
 
     Example:
         >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
@@ -51,8 +51,13 @@ def put_together(collections: Sequence[TrainedTables], key_of: Callable[[Trained
     """Put the tables of collections into one storage for each data type, those of one key as one.
 
     Raises:
-        ValueError: other optimizers.
+        ValueError: other optimizers, or rows that are cached.
     """
+    if any(of._cache is not None for of in collections):
+        raise ValueError(
+            "collections: expected tables that are on the device as a whole, got some with cache_bytes; let one collection read "
+            "them all, or leave cache_bytes out"
+        )
     optimizers = [None if of._optimizer is None else of._optimizer.args for of in collections]
     if optimizers.count(optimizers[0]) != len(optimizers):
         raise ValueError("collections: expected one optimizer for tables that are shared, got several; make all with the same")

@@ -64,14 +64,19 @@ def checked_plan(
         types: what it may name.
 
     Raises:
-        ValueError: tables that several collections share, frozen tables, an optimizer of `apply_optimizer_in_backward` that has
-            no counterpart or stands beside the collection's own, another sharding type or compute kernel, or column shards in one
-            process that are not one parameter.
+        ValueError: tables that several collections share, or whose rows are cached, frozen tables, an optimizer of
+            `apply_optimizer_in_backward` that has no counterpart or stands beside the collection's own, another sharding type or
+            compute kernel, or column shards in one process that are not one parameter.
     """
     if any(part.tables.is_shared for part in module._parts):
         raise ValueError(
             "module: expected tables of one collection, got some that several share, of which each would have its own when they "
             "are sharded; give every collection its own tables, or train in one process"
+        )
+    if module._cache is not None:
+        raise ValueError(
+            "module: expected tables that are on the device as a whole, got some with cache_bytes; leave it out, for shards of "
+            "several processes need less memory each"
         )
     kernel = DENSE if update_of(module) is None else FUSED
     for name, parameter in module.named_parameters():

@@ -39,7 +39,7 @@ class _WholeFunction(torch.autograd.Function):
         return None, None, *(grad.as_strided((rows, width), (width, 1), start) for rows, width, start in of_tables)
 
 
-def _refuse_copies() -> None:
+def refuse_copies() -> None:
     """Refuse an update that no other process of a group learns of."""
     if dist.is_available() and dist.is_initialized() and (size := dist.get_world_size()) > 1:
         raise RuntimeError(
@@ -155,7 +155,7 @@ class TableStorage:
             RuntimeError: an optimizer would update the tables of this process alone, of a group of several.
         """
         if self._updates is not None and self.learns() and self._is_unchanged():
-            _refuse_copies()
+            refuse_copies()
             return self._updates.embedding_bags(layout, ids, offsets, **options)
         weights, samples = self.weights(), options.get("per_sample_weights")
         found = embedding_bags(weights, layout, ids, offsets, **options)
@@ -170,7 +170,7 @@ class TableStorage:
             RuntimeError: as `lookup`.
         """
         if self._updates is not None and self.learns() and self._is_unchanged():
-            _refuse_copies()
+            refuse_copies()
             return self._updates.table(number)
         self.weights()
         return self._bags[number].weight

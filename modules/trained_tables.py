@@ -10,10 +10,12 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 
 from jagged.modules.backward_updates import checked_options, load_state
 from jagged.modules.bag_collection import KeyOrder
+from jagged.modules.cached_tables import CachedTableStorage, CacheOptions
+from jagged.modules.row_cache import CacheForecast, CacheStatistics
 from jagged.modules.table_storage import Table, TableStorage
 from jagged.ops import BagLayout, BagOptimizer, BagOptimizerKind
 
@@ -41,6 +43,7 @@ class TrainedTables(nn.Module):
 
     _parts: list[TablesPart]
     _optimizer: functools.partial[BagOptimizer] | None
+    _cache: CacheOptions | None = None
 
     @property
     def _modules_of_tables(self) -> MutableMapping[str, Table]:
@@ -117,6 +120,76 @@ class TrainedTables(nn.Module):
             part.tables.hold(False)
             part.tables.update_by(None)
 
+    def write_back(self) -> None:
+        """Write what updates have changed in cached rows back to the parameters and the optimizers' states, on the host.
+
+        Nothing without `cache_bytes`. State dicts, copies and pickles do it themselves; call it before parameters, or tensors of
+        `optimizers`, are read or changed by other ways. Waits for the device.
+        """
+        for storage in self._cached:
+            storage.write_back()
+
+    def cache_forecast(self) -> CacheForecast:
+        """Return how many bytes tables, optimizer states and the cache take on the device and on the host.
+
+        Nothing need be there yet: a collection on the meta device tells it before anything is allocated.
+
+        Raises:
+            ValueError: the collection has no `cache_bytes`.
+
+        Example:
+            >>> from torchrec.modules.embedding_configs import EmbeddingConfig
+            >>> from jagged.modules import ScheduledEmbeddingCollection
+            >>> config = EmbeddingConfig(name="item", embedding_dim=128, num_embeddings=10_000_000, feature_names=["history"])
+            >>> options = {"optimizer": "rowwise_adagrad", "optimizer_options": {"learning_rate": 0.1}}
+            >>> tables = ScheduledEmbeddingCollection([config], "meta", cache_bytes=2**30, **options)
+            >>> forecast = tables.cache_forecast()
+            >>> forecast.device_bytes <= 2**30, forecast.host_bytes, forecast.slots
+            (True, 5160000000, 1864431)
+        """
+        self._refuse_uncached("cache_forecast")
+        return CacheForecast(*map(sum, zip(*(storage.forecast() for storage in self._cached), strict=True)))
+
+    def cache_statistics(self, *, reset: bool = False) -> CacheStatistics:
+        """Return how many lookups found their rows on the device, and what moved between it and the host. Waits for the device.
+
+        Args:
+            reset: begin anew afterwards.
+
+        Raises:
+            ValueError: the collection has no `cache_bytes`.
+            RuntimeError: it is on the meta device.
+        """
+        self._refuse_uncached("cache_statistics")
+        found = [storage.cache.statistics() for storage in self._cached]
+        if reset:
+            for storage in self._cached:
+                storage.cache.reset_statistics()
+        return CacheStatistics(*map(sum, zip(*found, strict=True)))
+
+    @property
+    def _cached(self) -> list[CachedTableStorage]:
+        return [part.tables for part in self._parts if isinstance(part.tables, CachedTableStorage)]
+
+    def _refuse_uncached(self, name: str) -> None:
+        if not self._cached:
+            raise ValueError(f"{name}: expected a collection with cache_bytes, got one whose tables are on the device as a whole")
+
+    def _storage_of(self, layout: BagLayout, bags: Sequence[Table], share: float) -> TableStorage:
+        """The storage of some tables, which have a share of the budget."""
+        if self._cache is None:
+            return TableStorage(layout, bags, self._optimizer)
+        assert self._optimizer is not None
+        return CachedTableStorage(
+            layout, bags, self._optimizer, self._cache._replace(num_bytes=int(self._cache.num_bytes * share))
+        )
+
+    def _home(self, device: torch.device | str | None) -> torch.device | str | None:
+        """Where parameters are, of tables on a device."""
+        if self._cache is None:
+            return device
+        return torch.device("meta" if self._cache.device.type == "meta" else "cpu")
+
     def optimizer_states(self) -> dict[str, dict[str, Tensor]]:
         """For each table, by name, views of its optimizer's states; nothing without one.
 
@@ -128,6 +201,7 @@ class TrainedTables(nn.Module):
 
     def optimizer_state_dict(self) -> dict[str, Tensor]:
         """The fused optimizers' tensors, for a checkpoint beside the state dict, which has the tables alone."""
+        self.write_back()
         states = (optimizer.state().items() for optimizer in self.optimizers)
         return {f"{number}.{name}": state for number, of in enumerate(states) for name, state in of}
 
@@ -143,6 +217,7 @@ class TrainedTables(nn.Module):
     def _draw(self, configs: Sequence[BaseEmbeddingConfig]) -> None:
         """Draw new tables by their `init_fn`; nothing on the meta device."""
         is_elsewhere = False
+        self.write_back()
         with torch.no_grad():
             for table in configs:
                 weight = self._modules_of_tables[table.name].weight
@@ -164,6 +239,11 @@ class TrainedTables(nn.Module):
             for part in self._parts:
                 part.tables.apply(fn)
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.write_back()
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[assignment]
+        return state
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # A parameter by itself would be copied out of the storage, and then once more into the copy's.
@@ -197,6 +277,20 @@ def optimizer_maker(kind: BagOptimizerKind | None, options: dict[str, Any] | Non
 
 def _bag_optimizer(kind: BagOptimizerKind, options: dict[str, Any], layout: BagLayout, device: torch.device) -> BagOptimizer:
     return BagOptimizer(kind, layout, device=device, **options)
+
+
+def share_of(tables: Sequence[BaseEmbeddingConfig], all_tables: Sequence[BaseEmbeddingConfig]) -> float:
+    """Return the share of a budget of tables that are some of all: by their bytes."""
+    some, every = (
+        sum(of.num_embeddings * of.embedding_dim * data_type_to_dtype(of.data_type).itemsize for of in tables_of)
+        for tables_of in (tables, all_tables)
+    )
+    return some / every
+
+
+def write_back(module: TrainedTables, *_: Any) -> None:
+    """Write cached rows back; before parameters are read or loaded."""
+    module.write_back()
 
 
 def gather(module: TrainedTables, _: Any) -> None:

@@ -58,6 +58,7 @@ from jagged.ops.group_sparse import (
     group_sparse_linear,
     group_sparse_topk,
 )
+from jagged.ops.host_rows import SeatedRows, claim_rows, exchange_rows, seat_rows
 from jagged.ops.linear_bce import linear_bce
 from jagged.ops.sampled_cross_entropy import (
     Correction,
@@ -87,14 +88,17 @@ __all__ = [
     "PlanMismatch",
     "Positive",
     "Reduction",
+    "SeatedRows",
     "Strategy",
     "StrategyName",
     "Window",
     "array_jagged_bmm_jagged_out",
     "catalogue_topk",
+    "claim_rows",
     "dense_to_jagged",
     "drawn_negatives",
     "embedding_bags",
+    "exchange_rows",
     "from_nested",
     "group_sparse_bce",
     "group_sparse_cross_entropy",
@@ -127,6 +131,7 @@ __all__ = [
     "row_positions",
     "sample_of_row",
     "sampled_linear_cross_entropy",
+    "seat_rows",
     "trust_values",
     "validate_ids",
     "validate_offsets",

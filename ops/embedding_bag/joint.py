@@ -56,6 +56,8 @@ class JointUpdate:
         weights: `[layout.num_elements]`, the tables.
         optimizer: of a layout with the same tables.
         check: called before each update, may raise.
+        done: called when the rows that lookups name are no longer needed by their gradients: after an update, and when held
+            gradients are dropped.
 
     Attributes:
         holds: whether backward leaves the update to `step`; False at first.
@@ -78,8 +80,14 @@ class JointUpdate:
         tensor([ 0.,  0.,  0., -2.,  0.,  0.,  0., -1.,  0.,  0.])
     """
 
-    def __init__(self, weights: Tensor, optimizer: BagOptimizer, check: Callable[[], None] | None = None) -> None:
-        self.weights, self.optimizer, self._check = weights.detach(), optimizer, check
+    def __init__(
+        self,
+        weights: Tensor,
+        optimizer: BagOptimizer,
+        check: Callable[[], None] | None = None,
+        done: Callable[[], None] | None = None,
+    ) -> None:
+        self.weights, self.optimizer, self._check, self._done = weights.detach(), optimizer, check, done
         self._token: Tensor | None = None
         self._stream = 0
         self._calls: list[_Call] = []
@@ -216,7 +224,7 @@ class JointUpdate:
         Of a captured CUDA graph these are the tensors that its replays write: given back after each replay, `step` updates by it.
         """
         calls = self._held
-        self.drop()
+        self._held, self._squares = [], None
         return calls
 
     def give(self, calls: list[Any]) -> None:
@@ -227,6 +235,8 @@ class JointUpdate:
     def drop(self) -> None:
         """Forget the gradients that are held."""
         self._held, self._squares = [], None
+        if self._done is not None:
+            self._done()
 
     def _node(self) -> Tensor:
         """What each lookup depends on; autograd runs a node on the stream that it was made on."""
@@ -261,6 +271,8 @@ class JointUpdate:
         of = self.optimizer
         x = UpdateInputs._make((self.weights, of.first, of.second, of.last, of.step, of.learning_rate, *call.lookups))
         update_rows(x, of.rule, call.counted_rows, call.backend, is_step)
+        if self._done is not None:
+            self._done()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_token": None, "_calls": [], "_backward": -1, "_held": [], "_squares": None}

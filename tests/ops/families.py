@@ -23,8 +23,10 @@ from jagged.ops import (
     GroupSparseOptimizer,
     array_jagged_bmm_jagged_out,
     catalogue_topk,
+    claim_rows,
     dense_to_jagged,
     embedding_bags,
+    exchange_rows,
     group_sparse_bce,
     group_sparse_cross_entropy,
     group_sparse_linear,
@@ -50,6 +52,7 @@ from jagged.ops import (
     linear_cross_entropy,
     quantize_rows,
     sampled_linear_cross_entropy,
+    seat_rows,
 )
 from jagged.ops.sampled_cross_entropy.pairs import with_pairs
 from jagged.ops.sampled_cross_entropy.spec import Inputs, Options
@@ -356,6 +359,40 @@ def softmax(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     return Step(forward, _leaves(dtype, (batch.total, width)))
 
 
+def host_rows(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
+    table = random_tensor((2 * batch.total + 1, width), dtype, 5).cpu()
+    table = table.pin_memory() if PLACE.device.type == "cuda" else table
+    slots = torch.arange(batch.total, device=PLACE.device)
+
+    def forward(values: Tensor) -> list[Tensor]:
+        cached = values.detach().clone()
+        ids = torch.arange(batch.total, device=PLACE.device) // 2
+        slot_of_row = torch.full((batch.total + 1,), -1, dtype=torch.int32, device=PLACE.device)
+        used, is_dirty = slot_of_row.clone(), torch.zeros_like(slot_of_row, dtype=torch.bool)
+        of_features = torch.tensor([[0, batch.total, 0, 0]], device=PLACE.device).expand(len(batch.offsets) - 1, 4)
+        rows = ids.int()
+        if batch.batch_size:
+            rows, _, _ = claim_rows(
+                ids, batch.offsets[1:], of_features, slot_of_row, slot_of_row[1:].clone(), used, is_dirty,
+                number=1, changes=True, backend=PLACE.backend,
+            )  # fmt: skip
+            if batch.total:
+                written = torch.zeros((), dtype=torch.int64, device=PLACE.device)
+                seat_rows(
+                    slots, slots >= 0, slots.int() + 1, slots.flip(0), of_features[0, :3, None] * 0, slot_of_row,
+                    torch.full_like(used, -1), used, is_dirty, written, number=2, changes=True, width=width, line=1,
+                    backend=PLACE.backend,
+                )  # fmt: skip
+        # Every third slot keeps its rows, every second row is not written back.
+        coming = torch.where(slots % 3 > 0, slots, -1)
+        exchange_rows(
+            cached, table, slots.flip(0), torch.where(slots % 2 > 0, slots + batch.total, -1), coming, backend=PLACE.backend
+        )
+        return [cached, rows]
+
+    return Step(forward, _leaves(dtype, (batch.total, width)), is_differentiable=False)
+
+
 FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
     "attention": attention,
     "attention_with_biases": attention_with_biases,
@@ -367,6 +404,7 @@ FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
     "embedding_bag": embedding_bag,
     "group_sparse": group_sparse,
     "group_sparse_softmax": group_sparse_softmax,
+    "host_rows": host_rows,
     "linear_bce": bce_of_linear,
     "pair_bmm": pair_bmm,
     "quantised_bags": quantised_bags,

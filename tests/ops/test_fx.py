@@ -15,11 +15,14 @@ from torch import Tensor, nn
 
 from jagged import ops
 
-# What takes no tensors, what checks them, and what makes an ordinary tensor of a container or of random numbers.
+# What takes no tensors, what checks or changes them, and what makes an ordinary tensor of a container or of random numbers.
 NOT_RECORDED = {
+    "claim_rows",
     "drawn_negatives",
+    "exchange_rows",
     "from_nested",
     "linear_cross_entropy_strategy",
+    "seat_rows",
     "trust_values",
     "validate_ids",
     "validate_offsets",

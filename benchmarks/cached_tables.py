@@ -1,0 +1,248 @@
+"""A table in the host's memory with rows cached on the GPU, beside the same table on the GPU and FBGEMM's UVM caching.
+
+    python -m benchmarks.cached_tables
+    python -m benchmarks.cached_tables --without fbgemm    # what it gave before stays
+    python -m benchmarks.cached_tables --rows 1000000      # a smaller table
+    python -m benchmarks.cached_tables --device cpu --rows 20000 --samples 4 --warm 40 --steps 10    # to try it; nothing is saved
+
+A table of ten million rows of width 128, float32, with a budget of a quarter of its bytes, and histories of 200 ids in the mean,
+of Zipf's distribution with an exponent of 1.05. A step is forward and the backward pass with the update in it, by SGD and by
+Adagrad with a number a row; each has a batch of its own, 400 steps come before the ones that are timed.
+
+Times are of the wall clock, the host's part included, for so many steps in a row. Of them:
+
+* `link_us`: what the bytes of the rows that were read and written back, with their states, take at the measured speeds of copies
+  between pinned memory and the GPU, one direction after the other. Where both go at once a step may be faster than that.
+* `of_link`: the share of the step's time that this is; `of_link_and_whole`: that this and a step on the GPU's own table are.
+* `hits`: the share of the ids whose rows were on the GPU; `best`: that of as many most frequent rows as there are slots.
+
+It is checked on a smaller table first: weights after ten steps against those of a table that is on the device as a whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from benchmarks.common import environment, other_parts, save
+from jagged.modules import ScheduledEmbeddingCollection
+from jagged.ops import BagOptimizerKind
+
+ROWS, WIDTH, MEAN, EXPONENT, SHARE = 10_000_000, 128, 200, 1.05, 4
+SAMPLES = (1024, 4096)
+RATE, EPS = 0.01, 1e-8
+KINDS: tuple[BagOptimizerKind, ...] = ("sgd", "rowwise_adagrad")
+METHODS = ("jagged", "whole", "fbgemm")
+
+
+class Batch(NamedTuple):
+    """Ids, offsets of histories from 1 to 399 ids long, and each id's place among the most frequent ones."""
+
+    ids: Tensor
+    offsets: Tensor
+    ranks: Tensor
+
+
+def batch_of(samples: int, rows: int, seed: int, device: str) -> Batch:
+    """Ids by the inverse of the integral of `x ** -exponent`; rows stand in an order of their own."""
+    generator = torch.Generator(device).manual_seed(seed)
+    lengths = torch.randint(1, 2 * MEAN, (samples,), generator=generator, device=device)
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    uniform = torch.rand(int(offsets[-1]), generator=generator, dtype=torch.float64, device=device)
+    power = 1 - EXPONENT
+    ranks = ((rows + 1) ** power * uniform + (1 - uniform)) ** (1 / power) - 1
+    ranks = ranks.long().clamp_(0, rows - 1)
+    return Batch((ranks * 7_919_993) % rows, offsets, ranks)
+
+
+def link_speeds(device: str) -> dict[str, float]:
+    """GB/s of copies of 1 GB between pinned memory and a GPU, the best of three; of 100 MB in memory on a CPU."""
+    is_cuda = device == "cuda"
+    size = 2**30 if is_cuda else 10**8
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda)
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+    found = {}
+    for name, (to, source) in {"to_device": (there, host), "to_host": (host, there)}.items():
+        of_copies = [seconds(lambda to=to, source=source: to.copy_(source, non_blocking=True), device) for _ in range(4)]
+        found[name] = size / min(of_copies[1:]) / 1e9
+    return found
+
+
+def seconds(work: Callable[[], Any], device: str) -> float:
+    """Wall-clock seconds, the device's work included."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begin
+
+
+def collection(rows: int, kind: BagOptimizerKind, device: str, cache_bytes: int | None) -> ScheduledEmbeddingCollection:
+    config = EmbeddingConfig(name="item", embedding_dim=WIDTH, num_embeddings=rows, feature_names=["history"])
+    options = {"learning_rate": RATE} if kind == "sgd" else {"learning_rate": RATE, "eps": EPS}
+    return ScheduledEmbeddingCollection([config], device, optimizer=kind, optimizer_options=options, cache_bytes=cache_bytes)
+
+
+def lookup_in(tables: ScheduledEmbeddingCollection) -> Callable[[Batch], Tensor]:
+    def lookup(batch: Batch) -> Tensor:
+        features = KeyedJaggedTensor(keys=["history"], values=batch.ids, offsets=batch.offsets)
+        return tables(features)["history"].values()
+
+    return lookup
+
+
+def fbgemm(rows: int, kind: BagOptimizerKind) -> Callable[[Batch], Tensor]:
+    """Its table-batched embeddings of pooling mode NONE, with a cache for the same share of the rows."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation, PoolingMode
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
+
+    kinds = {"sgd": EmbOptimType.EXACT_SGD, "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD}
+    tables = SplitTableBatchedEmbeddingBagsCodegen(
+        [(rows, WIDTH, EmbeddingLocation.MANAGED_CACHING, ComputeDevice.CUDA)],
+        optimizer=kinds[kind],
+        learning_rate=RATE,
+        eps=EPS,
+        pooling_mode=PoolingMode.NONE,
+        cache_load_factor=1 / SHARE,
+        device=torch.device("cuda"),
+        bounds_check_mode=BoundsCheckMode.NONE,
+    )
+    tables.init_embedding_weights_uniform(-0.01, 0.01)
+    return lambda batch: tables(batch.ids, batch.offsets)  # type: ignore[no-any-return]
+
+
+def steps_of(lookup: Callable[[Batch], Tensor], batches: list[Batch], grad: Tensor) -> None:
+    for batch in batches:
+        lookup(batch).backward(grad[: batch.ids.shape[0]])
+
+
+def check(kind: BagOptimizerKind, device: str) -> None:
+    """Compare weights and states after ten steps.
+
+    Raises:
+        ArithmeticError: they differ.
+    """
+    rows = 20_000
+    whole = collection(rows, kind, device, None)
+    cached = collection(rows, kind, device, rows * WIDTH * 4 // 2)
+    cached.load_state_dict(whole.state_dict())
+    batches = [batch_of(8, rows, seed, device) for seed in range(10)]
+    grad = torch.randn(16 * MEAN, WIDTH, device=device)
+    for tables in (whole, cached):
+        steps_of(lookup_in(tables), batches, grad)
+    for of in ("state_dict", "optimizer_state_dict"):
+        expected = getattr(whole, of)()
+        for name, found in getattr(cached, of)().items():
+            if not torch.allclose(found.cpu(), expected[name].cpu(), rtol=1e-4, atol=1e-5):
+                raise ArithmeticError(f"wrong: {kind}: {name} differs")
+    if not cached.cache_statistics().rows_written:
+        raise ArithmeticError("wrong: nothing was written back")
+
+
+def timed(
+    lookup: Callable[[Batch], Tensor], options: argparse.Namespace, samples: int, warm: Callable[[], Any]
+) -> dict[str, Any]:
+    """Microseconds of a step, of three rounds, after those that fill the cache."""
+    device, rows = options.device, options.rows
+    grad = torch.randn(2 * samples * MEAN, WIDTH, device=device)
+    for seed in range(options.warm):
+        steps_of(lookup, [batch_of(samples, rows, seed, device)], grad)
+    warm()
+    of_rounds, ids, ranks = [], 0, []
+    for number in range(3):
+        first = 10**6 + number * options.steps
+        batches = [batch_of(samples, rows, first + seed, device) for seed in range(options.steps)]
+        ids += sum(batch.ids.shape[0] for batch in batches)
+        ranks += [batch.ranks for batch in batches]
+        of_rounds.append(seconds(lambda batches=batches: steps_of(lookup, batches, grad), device) / options.steps * 1e6)
+    of_rounds.sort()
+    return {"median": of_rounds[1], "min": of_rounds[0], "max": of_rounds[2], "ids": ids, "ranks": torch.cat(ranks)}
+
+
+def measure(
+    method: str, kind: BagOptimizerKind, samples: int, options: argparse.Namespace, link: dict[str, float]
+) -> dict[str, Any]:
+    rows, device = options.rows, options.device
+    if method == "fbgemm":
+        figures = timed(fbgemm(rows, kind), options, samples, lambda: None)
+    elif method == "whole":
+        figures = timed(lookup_in(collection(rows, kind, device, None)), options, samples, lambda: None)
+    else:
+        of_row = WIDTH * 4 + (4 if kind == "rowwise_adagrad" else 0)
+        tables = collection(rows, kind, device, rows * of_row // SHARE)
+        figures = timed(lookup_in(tables), options, samples, lambda: tables.cache_statistics(reset=True))
+        statistics, forecast = tables.cache_statistics(), tables.cache_forecast()
+        steps = 3 * options.steps
+        read, written = statistics.bytes_read / steps, statistics.bytes_written / steps
+        figures |= {
+            "slots": forecast.slots,
+            "device_bytes": forecast.device_bytes,
+            "host_bytes": forecast.host_bytes,
+            "hits": statistics.hit_share,
+            "best": float((figures["ranks"] < forecast.slots).double().mean()),
+            "rows_read": statistics.rows_read / steps,
+            "rows_written": statistics.rows_written / steps,
+            "link_us": (read / link["to_device"] + written / link["to_host"]) / 1e3,
+            "moves": statistics.moves,
+        }
+        figures["of_link"] = figures["link_us"] / figures["median"]
+    del figures["ranks"]
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--without", nargs="+", default=[], choices=METHODS)
+    parser.add_argument("--rows", type=int, default=ROWS)
+    parser.add_argument("--samples", type=int, nargs="+", default=SAMPLES)
+    parser.add_argument("--warm", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("found no NVIDIA GPU; --device cpu tries it without")
+    methods = [method for method in METHODS if method not in options.without and (method, options.device) != ("fbgemm", "cpu")]
+    facts = environment(options.device)
+    link = link_speeds(options.device)
+    print(facts, {name: round(speed, 1) for name, speed in link.items()}, flush=True)
+    parts = {} if options.device == "cpu" else other_parts("cached_tables", facts)
+    rows, failed = parts.get("rows", {}), []
+    for kind in KINDS:
+        check(kind, options.device)
+        for samples in options.samples:
+            name = f"{samples:,} histories, {kind}, {options.rows:,} rows"
+            row = rows.setdefault(name, {})
+            for method in methods:
+                try:
+                    row[method] = measure(method, kind, samples, options, link)
+                except Exception as error:
+                    # A peer may not be there, or fail in any way.
+                    row[method] = {"failed": f"{type(error).__name__}: {error}"[:300]}
+                    failed += [name] if method == "jagged" else []
+                if options.device == "cuda":
+                    torch.cuda.empty_cache()
+            ours, whole = row.get("jagged", {}), row.get("whole", {})
+            if "median" in ours and "median" in whole:
+                ours["of_link_and_whole"] = (ours["link_us"] + whole["median"]) / ours["median"]
+            for method, figures in row.items():
+                shown = {key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}
+                print(name, method, shown, flush=True)
+            if options.device == "cuda":
+                save("cached_tables", {"environment": facts, "link_gb_per_s": link, "rows": rows})
+    if failed:
+        sys.exit(f"jagged failed: {failed}")
+
+
+if __name__ == "__main__":
+    main()
