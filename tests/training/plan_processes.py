@@ -1,0 +1,109 @@
+"""Tables that gloo processes share by a plan against one process. A program of its own: `test_table_plan.py` starts it.
+
+It imports everything once and forks the processes. Usage: `python -m tests.training.plan_processes DIRECTORY`; prints JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from jagged.config import TrainerConfig
+from jagged.data import Dataset
+from jagged.models import RankingModel
+from jagged.models.pretrained import load_task
+from jagged.modules import ScheduledEmbeddingBagCollection, ScheduledEmbeddingCollection
+from jagged.modules.trained_tables import TrainedTables
+from jagged.training import Callback, Progress, Trainer
+from jagged.training.processes import Processes
+from tests.training.table_processes import ROWS, moving
+from tests.training.test_tables import Clicks, impressions_table
+from tests.training.two_processes import alone, distance, parallel
+
+TASKS: dict[str, Any] = {"ranking": RankingModel.of, "clicks": Clicks}
+RATES = {"sparse-adamw": 0.02, "rowwise-adamw": 0.02, "lamb": 0.02, "adagrad": 0.1, "rowwise-adagrad": 0.1, "sgd": 1.0}
+# The plan, the optimizer, other options, and processes.
+CASES: dict[str, tuple[str, str, str, dict[str, Any], int]] = {
+    "planned": ("ranking", "planned", "rowwise-adagrad", {}, 2),
+    "rows": ("ranking", "row-wise", "sparse-adamw", {"table_max_norm": 0.5, "table_weight_decay": 0.1}, 2),
+    "tables": ("ranking", "table-wise", "rowwise-adamw", {"table_decay_missed_steps": True}, 2),
+    "clipped": ("ranking", "row-wise", "adagrad", {"gradient_clip_norm": 0.05}, 2),
+    "not clipped": ("ranking", "table-wise", "lamb", {"gradient_clip_norm": None}, 2),
+    "accumulated": ("ranking", "row-wise", "sgd", {"accumulate": 3, "gradient_clip_norm": 0.1}, 2),
+    "small states": ("ranking", "row-wise", "sparse-adamw", {"table_states": "bfloat16", "table_beta2": 0.9}, 2),
+    "more processes than some have": ("ranking", "table-wise", "rowwise-adagrad", {"accumulate": 2}, 4),
+    "task of one's own": ("clicks", "row-wise", "adagrad", {}, 2),
+}
+
+
+class Held(Callback):
+    """Keeps how many rows of each table a process has while it trains."""
+
+    rows: dict[str, int]
+
+    def on_step(self, progress: Progress) -> None:
+        updates = progress._optimizer._updates
+        self.rows = {name: len(of) for name, of in updates.weights().items()} if hasattr(updates, "weights") else {}
+
+
+def train(root: Path, case: str, processes: Processes) -> dict[str, Any]:
+    """Two epochs in the order of the rows; the processes have the parts of each of its batches."""
+    kind, plan, optimizer, more, _ = CASES[case]
+    count = processes.world_size
+    split = Dataset.load(root / "table").split(by="time", valid=0.2, test=0.2)
+    torch.manual_seed(0)
+    task = TASKS[kind](split)
+    share = {"max_history": 10, "rank": processes.rank, "world_size": count}
+    parts = [getattr(split, part).loader(batch_size=ROWS // count, **share) for part in ("train", "valid", "test")]
+    config = TrainerConfig(
+        output=str(root / f"{case} by {count}"),
+        table_plan=plan if count > 1 else "replicated",
+        table_optimizer=optimizer,
+        table_learning_rate=RATES[optimizer],
+        **{"max_epochs": 2, "learning_rate": 0.02, "schedule": "linear", "monitor": "auc", "device": "cpu", **more},
+    )
+    held = Held()
+    found = Trainer(task, config, callbacks=[held]).fit(*parts, progress=False)
+    # The task has whole tables again, and learns as any other.
+    types = sorted({type(part).__name__ for part in task.modules() if isinstance(part, TrainedTables)})
+    whole = {name: value.clone() for name, value in task.state_dict().items()}
+    if processes.is_first:
+        torch.save(whole, root / f"{case}.{count}")
+        torch.manual_seed(1)
+        kept = load_task(root / f"{case} by {count}", None if kind == "ranking" else TASKS[kind](split)).state_dict()
+        assert all(torch.equal(value, whole[name]) for name, value in kept.items())
+    norms = [row["gradient_norm"] for row in found.history]
+    return {"metrics": found.metrics.to_json(), "rows": held.rows, "types": types, "norms": norms, "losses": [row["loss"] for row in found.history]}
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    # DuckDB has threads, which a process that forks must not have.
+    (root / "files").mkdir()
+    alone(lambda _: impressions_table(root / "files").save(root / "table"))
+    result: dict[str, Any] = {}
+    for case in CASES if len(sys.argv) < 3 else sys.argv[2:]:
+        count = CASES[case][-1]
+
+        def told(processes: Processes, case: str = case) -> None:
+            found = train(root, case, processes)
+            (root / f"{case}.{processes.world_size}.{processes.rank}").write_text(json.dumps(found))
+
+        alone(told)
+        parallel(root, case, told, count)
+        one, several = (moving(torch.load(root / f"{case}.{of}", weights_only=True)) for of in (1, count))
+        files = [f"{case}.1.0", *(f"{case}.{count}.{rank}" for rank in range(count))]
+        runs = [json.loads((root / file).read_text()) for file in files]
+        result[case] = {"distance": distance(one, several), "runs": runs, "sizes": {n: len(v) for n, v in one.items() if v.dim()}}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
