@@ -61,7 +61,7 @@ class TableShard(NamedTuple):
     states: dict[str, Tensor]
 
 
-class ShardedTables(nn.Module):
+class ShardedTables:
     """What sharded collections tell of the shards that this process has."""
 
     _lookups: list[Any]

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
-from torchrec.distributed.train_pipeline import TrainPipelineBase
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingPlan
 
 from jagged.config import TrainerConfig
 from jagged.data.moving import Carried
-from jagged.models import NextItemTask
+from jagged.models import NextItemTask, RankingModel
 from jagged.models.pretrained import apart
 from jagged.models.task import explained
 from jagged.modules import HeldUpdates, RowSplit, SplitEmbeddingCollection
@@ -91,7 +91,9 @@ class Engine:
             self._step,
             device=device,
             sharders=[] if self._sharded is None else sharders(),
-            plan=ShardingPlan({} if self._sharded is None else {f"{_TASK}{path}": of for path, of in self._sharded.plan.plan.items()}),
+            plan=ShardingPlan(
+                {} if self._sharded is None else {f"{_TASK}{path}": of for path, of in self._sharded.plan.plan.items()}
+            ),
             data_parallel_wrapper=_Replicated(params_to_ignore=ignored),
         )
         if self._sharded is not None:
@@ -110,7 +112,7 @@ class Engine:
             world_size=processes.world_size,
         )
         if self._accumulate > 1:
-            self._step.optimizer = self.optimizer
+            self._step.weighted.optimizer = self.optimizer
 
     def close(self) -> None:
         """Give the task back: its tables, if they were updated row by row, get gradients again. Nothing is trained any more."""
@@ -120,24 +122,39 @@ class Engine:
     @property
     def samples(self) -> int:
         """Samples this process has trained on; 0 where batches do not tell."""
-        return self._step.samples
+        return self._step.weighted.samples
 
     def steps(self, batches: Iterable[Any], left: int | None = None) -> Iterator[Trained]:
         """Train on every batch, and yield after each one. Nothing here waits for a GPU.
 
-        TorchRec's pipeline copies the next batch to the device while a step computes.
+        TorchRec's pipeline copies the next batch to the device while a step computes; of a ranking model whose tables are sharded
+        it also sends the next batch's ids.
 
         Args:
             batches: of an epoch, from its beginning or from behind an update on.
             left: how many; the last one ends its step. None where every batch is a step.
         """
         self._parallel.train()
-        pipeline = TrainPipelineBase(self._parallel, self.optimizer, self.processes.device)
-        batches, done = carried(batches), 0
+        pipeline: Any
+        if self._sharded is not None and isinstance(self.task, RankingModel):
+            # Of the models with collections this is the one that is known to be traced; its batches are no others than its own.
+            pipeline = TrainPipelineSparseDist(self._parallel, self.optimizer, self.processes.device)
+            batches = iter(batches)
+        else:
+            pipeline, batches = TrainPipelineBase(self._parallel, self.optimizer, self.processes.device), carried(batches)
+        try:
+            yield from self._progress(pipeline, batches, left)
+        finally:
+            if isinstance(pipeline, TrainPipelineSparseDist):
+                # Sharded modules look up by themselves again.
+                pipeline.detach()
+
+    def _progress(self, pipeline: Any, batches: Iterator[Any], left: int | None) -> Iterator[Trained]:
+        done = 0
         while True:
             done += 1
             updated = done % self._accumulate == 0 or done == left
-            self._step.last = updated
+            self._step.weighted.last = updated
             try:
                 loss, rows = pipeline.progress(batches)
             except StopIteration:
@@ -300,10 +317,7 @@ class _Step(nn.Module):
     ) -> None:
         super().__init__()
         self.task = task
-        self.samples = 0
-        # Set where gradients are accumulated, and whether the batch that comes ends its step.
-        self.optimizer: Optimizer | None = None
-        self.last = True
+        self.weighted = _Weighted(processes)
         self._autocast = precision == "bf16-mixed"
         self._processes = processes
         self._graphs: GraphedSteps | None = None
@@ -313,13 +327,40 @@ class _Step(nn.Module):
             self._num_items = task.model.config["num_items"]
 
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, int | Tensor]]:
+        # TorchRec's pipeline of sharded tables traces this.
         batch = batch.batch if isinstance(batch, Carried) else batch
-        self.samples += len(batch) if hasattr(batch, "__len__") and not isinstance(batch, (dict, tuple, list)) else 0
         if self._graphs is not None and batch.is_checked(self._num_items):
+            self.weighted.count(batch)
             loss = self._graphs(batch)
             # The gradients are there already; the pipeline's own backward ends at the loss.
             return loss.requires_grad_(), (loss.detach(), batch.targets.numel())
-        output = self._task(batch)
+        weighted: tuple[Tensor, tuple[Tensor, int | Tensor]] = self.weighted(batch, self._task(batch))
+        return weighted
+
+    def _task(self, batch: Any) -> Any:
+        if not self._autocast:
+            return explained(self.task, batch)
+        with torch.autocast(self._processes.device.type, torch.bfloat16):
+            return explained(self.task, batch)
+
+
+class _Weighted(nn.Module):
+    """The loss as the optimizer wants it; a leaf where the step is traced."""
+
+    def __init__(self, processes: Processes) -> None:
+        super().__init__()
+        self.samples = 0
+        # Set where gradients are accumulated, and whether the batch that comes ends its step.
+        self.optimizer: Optimizer | None = None
+        self.last = True
+        self._processes = processes
+
+    def count(self, batch: Any) -> None:
+        """Add up the samples of batches that tell how many they have."""
+        self.samples += len(batch) if hasattr(batch, "__len__") and not isinstance(batch, (dict, tuple, list)) else 0
+
+    def forward(self, batch: Any, output: Any) -> tuple[Tensor, tuple[Tensor, int | Tensor]]:
+        self.count(batch)
         loss, rows = output.loss, output.rows()
         told = loss.detach()
         if self.optimizer is not None:
@@ -328,12 +369,6 @@ class _Step(nn.Module):
         elif self._processes.world_size > 1:
             loss = self._share(loss, rows)
         return loss, (told, rows)
-
-    def _task(self, batch: Any) -> Any:
-        if not self._autocast:
-            return explained(self.task, batch)
-        with torch.autocast(self._processes.device.type, torch.bfloat16):
-            return explained(self.task, batch)
 
     def _share(self, loss: Tensor, rows: int | Tensor) -> Tensor:
         # The gradient is averaged over processes, but each one's loss is a mean over its own number of rows.

@@ -1,8 +1,7 @@
-"""Tables of which each process has rows: planned and sharded by TorchRec, updated in the backward pass, kept under their names."""
+"""Tables of which each process has rows: planned and sharded by TorchRec, updated row by row, kept under their names."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -59,7 +58,9 @@ def check_plan(task: nn.Module, config: LoopOptions, world_size: int) -> bool:
     if isinstance(task, NextItemTask):
         _refuse(config, "a NextItemTask", "a task with collections of tables", "its item table is split without it: leave it out")
     if config.table_optimizer not in KINDS:
-        _refuse(config, f"table_optimizer {config.table_optimizer}", f"one of {', '.join(KINDS)}", "adamw moves all rows in each step")
+        _refuse(
+            config, f"table_optimizer {config.table_optimizer}", f"one of {', '.join(KINDS)}", "adamw moves all rows in each step"
+        )
     collections = _collections(task)
     if not collections:
         _refuse(config, f"a {type(task).__name__}", "a task with collections of tables", "leave it out")
@@ -168,7 +169,7 @@ class ShardedUpdates:
         assert make is not None
         self._make = make
         self._whole: dict[str, TrainedTables] = {}
-        self._sharded: dict[str, ShardedTables] = {}
+        self._sharded: dict[str, Any] = {}
         self._held: HeldUpdates | None = None
         self._named: dict[str, tuple[str, str]] = {}
         self.splits: dict[str, RowSplit] = {}

@@ -12,18 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from jagged.config import TrainerConfig
 from jagged.data import Dataset
 from jagged.models import RankingModel
 from jagged.models.pretrained import load_task
-from jagged.modules import ScheduledEmbeddingBagCollection, ScheduledEmbeddingCollection
 from jagged.modules.trained_tables import TrainedTables
 from jagged.training import Callback, Progress, Trainer
 from jagged.training.processes import Processes
+from tests.training.support import outcome
 from tests.training.table_processes import ROWS, moving
 from tests.training.test_tables import Clicks, impressions_table
-from tests.training.two_processes import alone, distance, parallel
+from tests.training.two_processes import Watched, alone, distance, parallel, with_other_processes
 
 TASKS: dict[str, Any] = {"ranking": RankingModel.of, "clicks": Clicks}
 RATES = {"sparse-adamw": 0.02, "rowwise-adamw": 0.02, "lamb": 0.02, "adagrad": 0.1, "rowwise-adagrad": 0.1, "sgd": 1.0}
@@ -41,12 +42,32 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], int]] = {
 }
 
 
+# The processes of each part of a run, after which step it ends, and its plan; a second epoch's last steps are 20 to 38.
+PARTS = [
+    (1, 25, "replicated"),
+    (2, 28, "row-wise"),
+    (4, 31, "table-wise"),
+    (1, 33, "replicated"),
+    (2, 35, "planned"),
+    (2, None, "table-wise"),
+]
+RESUMED: dict[str, dict[str, Any]] = {
+    "scalar states": {"table_optimizer": "sparse-adamw", "table_decay_missed_steps": True},
+    "states of rows": {"table_optimizer": "rowwise-adagrad"},
+    "states of one process": {"table_optimizer": "rowwise-lamb", "table_states": "bfloat16", "table_beta2": 0.9},
+}
+
+
 class Held(Callback):
-    """Keeps how many rows of each table a process has while it trains."""
+    """Keeps how many rows of each table a process has while it trains, and the norms of gradients."""
 
     rows: dict[str, int]
 
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
     def on_step(self, progress: Progress) -> None:
+        self.norms += [float(norm) for norm in progress._optimizer.norms[-1:]]
         updates = progress._optimizer._updates
         self.rows = {name: len(of) for name, of in updates.weights().items()} if hasattr(updates, "weights") else {}
 
@@ -67,7 +88,14 @@ def train(root: Path, case: str, processes: Processes) -> dict[str, Any]:
         table_learning_rate=RATES[optimizer],
         **{"max_epochs": 2, "learning_rate": 0.02, "schedule": "linear", "monitor": "auc", "device": "cpu", **more},
     )
-    held = Held()
+    held, pipelined = Held(), set()
+    detach = TrainPipelineSparseDist.detach
+
+    def note(pipeline: Any) -> None:
+        pipelined.update(module.forward.name for module in pipeline._pipelined_modules)
+        detach(pipeline)
+
+    TrainPipelineSparseDist.detach = note
     found = Trainer(task, config, callbacks=[held]).fit(*parts, progress=False)
     # The task has whole tables again, and learns as any other.
     types = sorted({type(part).__name__ for part in task.modules() if isinstance(part, TrainedTables)})
@@ -77,8 +105,39 @@ def train(root: Path, case: str, processes: Processes) -> dict[str, Any]:
         torch.manual_seed(1)
         kept = load_task(root / f"{case} by {count}", None if kind == "ranking" else TASKS[kind](split)).state_dict()
         assert all(torch.equal(value, whole[name]) for name, value in kept.items())
-    norms = [row["gradient_norm"] for row in found.history]
-    return {"metrics": found.metrics.to_json(), "rows": held.rows, "types": types, "norms": norms, "losses": [row["loss"] for row in found.history]}
+    losses = [row["loss"] for row in found.history]
+    told = {"metrics": found.metrics.to_json(), "losses": losses, "norms": held.norms, "pipelined": sorted(pipelined)}
+    return {**told, "rows": held.rows, "types": types}
+
+
+def in_parts(root: Path, directory: Path, processes: Processes, watched: Callback, options: dict[str, Any]) -> None:
+    """Two epochs whose steps have 64 requests in all."""
+    count = processes.world_size
+    split = Dataset.load(root / "table").split(by="time", valid=0.2, test=0.2)
+    torch.manual_seed(0)
+    share = {"max_history": 10, "rank": processes.rank, "world_size": count}
+    train = split.train.loader(batch_size=ROWS // count, shuffle=True, **share)
+    valid = split.valid.loader(batch_size=100, **share)
+    schedule = {"schedule": "cosine", "warmup_steps": 5, "table_learning_rate": 0.02}
+    config = TrainerConfig(output=str(directory), max_epochs=2, monitor="auc", device="cpu", **schedule, **options)
+    Trainer(RankingModel.of(split), config, callbacks=[watched]).fit(train, valid, resume=True, progress=False)
+
+
+def resumed(root: Path, name: str) -> dict[str, Any]:
+    """A run in parts of other processes and plans, and one that was never stopped."""
+    found = {}
+    for case, parts in (("whole", [(1, None, "replicated")]), ("parts", PARTS)):
+        # By the step that ends a part.
+        plans = {last: plan for _, last, plan in parts}
+
+        def part(directory: Path, processes: Processes, watched: Watched, plans: Any = plans) -> None:
+            in_parts(root, directory, processes, watched, {**RESUMED[name], "table_plan": plans[watched.last]})
+
+        kept = with_other_processes(
+            root, f"{name} {case}", [of[:2] for of in parts], RankingModel, lambda batch: batch.rows, part
+        )
+        found[case] = {"kept": kept, "history": outcome(root / f"{name} {case}")["history"]}
+    return found
 
 
 def main() -> None:
@@ -89,7 +148,9 @@ def main() -> None:
     (root / "files").mkdir()
     alone(lambda _: impressions_table(root / "files").save(root / "table"))
     result: dict[str, Any] = {}
-    for case in CASES if len(sys.argv) < 3 else sys.argv[2:]:
+    for case in RESUMED:
+        result[case] = resumed(root, case)
+    for case in CASES:
         count = CASES[case][-1]
 
         def told(processes: Processes, case: str = case) -> None:
