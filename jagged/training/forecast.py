@@ -22,6 +22,7 @@ from jagged.training.display import memory_in_use
 from jagged.training.graphs import graphs_serve
 from jagged.training.optimizer import table_names, updated_heads
 from jagged.training.processes import Processes
+from jagged.training.table_plan import check_plan, plan_tables, splits_of
 from jagged.training.table_updates import state_bytes, updates_rows
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Forecast:
         device: "cpu" or "cuda".
         present: in use before training: on the CPU the process with its libraries and data, on a GPU what is allocated.
         parameters: the weights that this process keeps, fp32; they are part of `present`. The best so far are held beside them.
-        elsewhere: the item table's rows that other processes keep. They are part of `present` too, and go before training.
+        elsewhere: the rows of tables that other processes keep. They are part of `present` too, and go before training.
         gradients: of the kept weights, and the second one that the item table has for a moment, from lookup and from scoring;
             with `graphs` a third. Where tables are updated row by row: of the rows that a step scores, once more while they are
             put together with those that it reads, and once as each row's sum.
@@ -159,40 +160,50 @@ def forecast_requests(
     config: RankingConfig, part: Part, loader: RequestLoader, task: nn.Module, processes: Processes
 ) -> Forecast:
     """Forecast a run on a table's requests in the same way; its tokens are events of histories and candidates."""
-    device, world_size = processes.device, processes.world_size
-    sizes = [parameter.numel() * parameter.element_size() for parameter in task.parameters() if parameter.requires_grad]
+    device, world_size, of = processes.device, processes.world_size, config.training
+    learned = {name: parameter for name, parameter in task.named_parameters() if parameter.requires_grad}
+    is_sharded = check_plan(task, of, world_size)
+    splits = splits_of(plan_tables(task, of, processes), task, processes) if is_sharded else {}
+    here = {name: whole if name not in splits else whole.detach()[splits[name].block()] for name, whole in learned.items()}
+    sizes = [tensor.nbytes for tensor in here.values()]
     drawing = Drawing.of(part.dataset, part.training, config.data.negatives, config.data.negatives_by, config.seed)
     rows = torch.from_numpy(sum(part.sizes(config.data.max_history, drawing))).double()
     steps = loader.num_batches(0)
     samples, tokens = len(rows) / (steps * world_size), float(rows.sum()) / (steps * world_size)
     # Four standard deviations above the mean, and never more than can be.
     most = tokens + 4 * float(rows.std(correction=0)) * math.sqrt(samples)
-    most = min(most, float(config.training.max_tokens or config.training.batch_size * float(rows.max())))
+    most = min(most, float(of.max_tokens or of.batch_size * float(rows.max())))
     probe = part.gather(range(min(_PROBE_SAMPLES, len(rows))), max_history=config.data.max_history, **config.data.drawing())
     probed = max(1, int(rows[: len(probe)].sum()))
     kept = _kept_bytes(task, probe.to(device), config.precision, device) / probed
-    tables = [table for name in table_names(task) if (table := task.get_parameter(name)).requires_grad]
+    tables = [here[name] for name in table_names(task) & here.keys()]
     gradients, states = sum(sizes), 2 * sum(sizes)
-    if config.training.table_optimizer != "adamw":
-        states += sum(state_bytes(config.training, table) - 2 * table.nbytes for table in tables)
-        if updates_rows(task, config.training, world_size):
-            # Of the rows that each event and candidate reads, as of those of a step above.
-            gradients += sum(3 * int(4 * table.shape[1] * min(most, len(table))) - table.nbytes for table in tables)
+    if of.table_optimizer != "adamw":
+        states += sum(state_bytes(of, table) - 2 * table.nbytes for table in tables)
+        if is_sharded or updates_rows(task, of, world_size):
+            # Of the rows that each event and candidate reads, as of those of a step above; sharded, of those of all processes.
+            read = most * world_size
+            gradients += sum(3 * int(4 * table.shape[1] * min(read, len(table))) - table.nbytes for table in tables)
+    # Rows that are looked up for the others, sent and received, and their gradients.
+    exchanged = sum(4 * 4 * whole.shape[1] for name, whole in learned.items() if name in splits)
+    wholes = [learned[name] for name in splits]
+    whole_bytes = sum(whole.nbytes for whole in wholes)
+    writes = device.type == "cpu" and processes.is_first
     return Forecast(
         device=device.type,
         present=memory_in_use(device),
         parameters=sum(sizes),
-        elsewhere=0,
+        elsewhere=sum(tensor.nbytes for tensor in learned.values()) - sum(sizes),
         gradients=gradients,
         optimizer=states,
-        activations=int(1.6 * most * kept),
-        checkpoint=0,
-        evaluation=int(kept * tokens / samples * config.evaluation.eval_batch_size),
+        activations=int(most * (1.6 * kept + exchanged)),
+        checkpoint=2 * whole_bytes + sum(state_bytes(of, whole) for whole in wholes) if writes else 0,
+        evaluation=int(kept * tokens / samples * config.evaluation.eval_batch_size) + whole_bytes,
         graphs=False,
         samples=samples,
         tokens=tokens,
         steps_per_epoch=steps,
-        max_steps=-(-steps // config.training.accumulate) * config.training.max_epochs,
+        max_steps=-(-steps // of.accumulate) * of.max_epochs,
         counted=("requests", "events and candidates"),
     )
 

@@ -135,14 +135,22 @@ def _configs(part: nn.Module) -> Any:
     return part.embedding_bag_configs() if isinstance(part, ScheduledEmbeddingBagCollection) else part.embedding_configs()  # type: ignore[operator]
 
 
-def blocks_of(plan: ShardingPlan, path: str, table: str, world_size: int) -> list[slice]:
-    """The rows of a table that each process has."""
-    blocks = [slice(0, 0)] * world_size
-    sharding: Any = plan.plan[path][table]  # type: ignore[index]
-    for rank, shard in zip(sharding.ranks, sharding.sharding_spec.shards, strict=True):
-        begin = shard.shard_offsets[0]
-        blocks[rank] = slice(begin, begin + shard.shard_sizes[0])
-    return blocks
+def splits_of(plan: ShardingPlan, task: nn.Module, processes: Processes) -> dict[str, RowSplit]:
+    """By the name of each table's parameter which process has which rows."""
+    splits = {}
+    for path, of_tables in plan.plan.items():
+        for name, table in task.get_submodule(path).named_parameters():
+            blocks, sharding = [slice(0, 0)] * processes.world_size, of_tables[_table_of(name)]  # type: ignore[index]
+            for rank, shard in zip(sharding.ranks, sharding.sharding_spec.shards, strict=True):
+                begin = shard.shard_offsets[0]
+                blocks[rank] = slice(begin, begin + shard.shard_sizes[0])
+            splits[f"{path}.{name}"] = RowSplit(len(table), processes.group, processes.host_group, blocks)
+    return splits
+
+
+def _table_of(name: str) -> str:
+    """The table of a parameter `embedding_bags.item.weight`."""
+    return name.split(".")[-2]
 
 
 class ShardedUpdates:
@@ -171,20 +179,16 @@ class ShardedUpdates:
         self._whole: dict[str, TrainedTables] = {}
         self._sharded: dict[str, Any] = {}
         self._held: HeldUpdates | None = None
-        self._named: dict[str, tuple[str, str]] = {}
-        self.splits: dict[str, RowSplit] = {}
+        self.splits = splits_of(self.plan, task, processes)
+        self._named = {
+            name: (path, _table_of(name)) for path in self.plan.plan for name in self.splits if name.startswith(f"{path}.")
+        }
         for path in self.plan.plan:
             part = task.get_submodule(path)
             assert isinstance(part, TrainedTables)
             self._whole[path] = part
             # Shards make the states of their rows; whole ones are never there.
             part._optimizer = make
-            parameters = {id(parameter): name for name, parameter in part.named_parameters()}
-            for table, module in part._modules_of_tables.items():
-                name = f"{path}.{parameters[id(module.weight)]}"
-                self._named[name] = path, table
-                blocks = blocks_of(self.plan, path, table, processes.world_size)
-                self.splits[name] = RowSplit(len(module.weight), processes.group, processes.host_group, blocks)
 
     def begin(self) -> None:
         """Take the sharded collections in the task, and let go of whole tables."""

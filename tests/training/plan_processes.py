@@ -12,17 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from jagged.config import TrainerConfig
 from jagged.data import Dataset
-from jagged.models import RankingModel
+from jagged.data.table_batches import Batch
+from jagged.models import RankingModel, TaskOutput
 from jagged.models.pretrained import load_task
+from jagged.models.serving import export_scores, scoring_tensors
 from jagged.modules.trained_tables import TrainedTables
-from jagged.training import Callback, Progress, Trainer
+from jagged.runs.ranking import RankingRun
+from jagged.runs.ranking.predicting import Ranker
+from jagged.training import Callback, Progress, Trainer, TrainingError
 from jagged.training.processes import Processes
 from tests.training.support import outcome
 from tests.training.table_processes import ROWS, moving
+from tests.training.table_runs import shop_file, train_table
 from tests.training.test_tables import Clicks, impressions_table
 from tests.training.two_processes import Watched, alone, distance, parallel, with_other_processes
 
@@ -32,13 +38,11 @@ RATES = {"sparse-adamw": 0.02, "rowwise-adamw": 0.02, "lamb": 0.02, "adagrad": 0
 CASES: dict[str, tuple[str, str, str, dict[str, Any], int]] = {
     "planned": ("ranking", "planned", "rowwise-adagrad", {}, 2),
     "rows": ("ranking", "row-wise", "sparse-adamw", {"table_max_norm": 0.5, "table_weight_decay": 0.1}, 2),
-    "tables": ("ranking", "table-wise", "rowwise-adamw", {"table_decay_missed_steps": True}, 2),
-    "clipped": ("ranking", "row-wise", "adagrad", {"gradient_clip_norm": 0.05}, 2),
-    "not clipped": ("ranking", "table-wise", "lamb", {"gradient_clip_norm": None}, 2),
+    "tables": ("ranking", "table-wise", "rowwise-adamw", {"table_decay_missed_steps": True, "gradient_clip_norm": None}, 2),
     "accumulated": ("ranking", "row-wise", "sgd", {"accumulate": 3, "gradient_clip_norm": 0.1}, 2),
-    "small states": ("ranking", "row-wise", "sparse-adamw", {"table_states": "bfloat16", "table_beta2": 0.9}, 2),
-    "more processes than some have": ("ranking", "table-wise", "rowwise-adagrad", {"accumulate": 2}, 4),
-    "task of one's own": ("clicks", "row-wise", "adagrad", {}, 2),
+    "small states": ("ranking", "row-wise", "lamb", {"table_states": "bfloat16", "table_beta2": 0.9}, 2),
+    "more processes than tables": ("ranking", "table-wise", "sparse-adamw", {"accumulate": 2}, 4),
+    "task of one's own": ("clicks", "row-wise", "adagrad", {"gradient_clip_norm": 0.05}, 2),
 }
 
 
@@ -54,8 +58,15 @@ PARTS = [
 RESUMED: dict[str, dict[str, Any]] = {
     "scalar states": {"table_optimizer": "sparse-adamw", "table_decay_missed_steps": True},
     "states of rows": {"table_optimizer": "rowwise-adagrad"},
-    "states of one process": {"table_optimizer": "rowwise-lamb", "table_states": "bfloat16", "table_beta2": 0.9},
 }
+
+
+class ReadsItself(Clicks):
+    """Reads a table beside its collection."""
+
+    def forward(self, batch: Batch) -> TaskOutput:
+        loss, scores = super().forward(batch)
+        return TaskOutput(loss + self.features.embedding_bags["user_id"].weight.square().mean(), scores)
 
 
 class Held(Callback):
@@ -73,7 +84,7 @@ class Held(Callback):
 
 
 def train(root: Path, case: str, processes: Processes) -> dict[str, Any]:
-    """Two epochs in the order of the rows; the processes have the parts of each of its batches."""
+    """An epoch in the order of the rows; the processes have the parts of each of its batches."""
     kind, plan, optimizer, more, _ = CASES[case]
     count = processes.world_size
     split = Dataset.load(root / "table").split(by="time", valid=0.2, test=0.2)
@@ -86,7 +97,7 @@ def train(root: Path, case: str, processes: Processes) -> dict[str, Any]:
         table_plan=plan if count > 1 else "replicated",
         table_optimizer=optimizer,
         table_learning_rate=RATES[optimizer],
-        **{"max_epochs": 2, "learning_rate": 0.02, "schedule": "linear", "monitor": "auc", "device": "cpu", **more},
+        **{"max_epochs": 1, "learning_rate": 0.02, "schedule": "linear", "monitor": "auc", "device": "cpu", **more},
     )
     held, pipelined = Held(), set()
     detach = TrainPipelineSparseDist.detach
@@ -140,6 +151,39 @@ def resumed(root: Path, name: str) -> dict[str, Any]:
     return found
 
 
+def job(root: Path, processes: Processes) -> None:
+    """`jagged train` of a table, and what is done with its directory afterwards."""
+    count = processes.world_size
+    plan = {"table_plan": "row-wise"} if count > 1 else {}
+    training = {"table_optimizer": "sparse-adamw", "table_learning_rate": 0.05, "batch_size": 8 // count, **plan}
+    options: dict[str, Any] = {"model": {"dropout": 0.0}, "data": {"unseen_share": 0.0}, "training": training}
+    directory = root / f"job by {count}"
+    expected = train_table(directory, root / "shop.csv", **options).forecast
+    told = {name: getattr(expected, name) for name in ("parameters", "elsewhere", "optimizer", "checkpoint")}
+    if processes.is_first:
+        ranker = Ranker.from_pretrained(directory, device="cpu")
+        scores = ranker.predict(root / "shop.csv", progress=False)
+        told["scores"] = scores["predicted_click"].to_pylist()
+        told["evaluated"] = dict(ranker.evaluate(progress=False).metrics["click"])
+        batch = RankingRun.open(directory, device="cpu").part("test").gather(range(5))
+        exported = export_scores(ranker._run.model, batch).module()(scoring_tensors(ranker._run.model, batch))
+        told["exported"] = exported["click"].sigmoid().tolist()
+        told["direct"] = ranker._run.model.predict(batch)["click"].tolist()
+        told["losses"] = [row["loss"] for row in outcome(directory)["history"]]
+    (root / f"job.{count}.{processes.rank}").write_text(json.dumps(told))
+
+
+def refused(root: Path, processes: Processes) -> None:
+    """What a process says of a task that reads a table beside its collection."""
+    split = Dataset.load(root / "table").split(by="time", valid=0.2, test=0.2)
+    loader = split.train.loader(batch_size=ROWS, rank=processes.rank, world_size=processes.world_size)
+    config = TrainerConfig(output=str(root / "refused"), device="cpu", table_plan="row-wise", table_optimizer="sgd")
+    try:
+        Trainer(ReadsItself(split), config).fit(loader, loader, progress=False)
+    except TrainingError as error:
+        (root / f"refused.{processes.rank}").write_text(str(error))
+
+
 def main() -> None:
     root = Path(sys.argv[1])
     torch.set_num_threads(1)
@@ -148,6 +192,15 @@ def main() -> None:
     (root / "files").mkdir()
     alone(lambda _: impressions_table(root / "files").save(root / "table"))
     result: dict[str, Any] = {}
+    shop_file(root / "shop.csv")
+    alone(lambda processes: job(root, processes))
+    parallel(root, "job", lambda processes: job(root, processes))
+    with safe_open(root / "job by 1" / "model.safetensors", "pt") as file:
+        tables = [name for name in file.keys() if "embedding_bags." in name or "embeddings." in name]  # noqa: SIM118
+        result["job tables"] = sum(file.get_tensor(name).nbytes for name in tables)
+    result["job"] = [json.loads((root / f"job.{place}").read_text()) for place in ("1.0", "2.0", "2.1")]
+    parallel(root, "refused", lambda processes: refused(root, processes))
+    result["refused"] = [(root / f"refused.{rank}").read_text() for rank in range(2)]
     for case in RESUMED:
         result[case] = resumed(root, case)
     for case in CASES:
