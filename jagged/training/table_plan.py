@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.comm import get_local_size
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
@@ -42,6 +46,8 @@ _TYPES = {"planned": [TABLE_WISE, ROW_WISE], "table-wise": [TABLE_WISE], "row-wi
 # Of GPUs by their names: what our lookup reads of tables, GB/s, and how many times as long the backward pass takes, with SGD.
 # Of MLPerf's tables and 8,192 samples, from `benchmarks/results`; a test compares them.
 MEASURED = {"NVIDIA H200": (3525, 4.45), "NVIDIA H100 80GB HBM3": (2619, 3.71)}
+# The share of memory that is left to all else than tables.
+_RESERVED = 0.4
 _COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection, ScheduledEmbeddingBagCollection, ScheduledEmbeddingCollection)
 
 
@@ -100,19 +106,55 @@ def plan_tables(task: nn.Module, config: LoopOptions, processes: Processes) -> S
     """Which process has which rows, by TorchRec's planner, of the collections by their paths; every process must call.
 
     Collections of TorchRec are planned as ours that take their places.
+
+    Raises:
+        TrainingError: tables that do not fit into the processes' memory.
     """
     # Neither moved nor exchanged here: a forecast plans what is not trained yet.
     alike = nn.ModuleList(_on_meta(part) for part in _collections(task).values())
     tables = {table.name for part in alike for table in _configs(part)}
     constraints = {name: ParameterConstraints(sharding_types=_TYPES[config.table_plan]) for name in tables}
-    planner = EmbeddingShardingPlanner(_topology(processes), constraints=constraints, debug=False)
-    plan = planner.collective_plan(alike, sharders(), processes.group)
+
+    def made() -> ShardingPlan:
+        planner = EmbeddingShardingPlanner(
+            _topology(processes),
+            constraints=constraints,
+            storage_reservation=FixedPercentageStorageReservation(_RESERVED),
+            debug=False,
+        )
+        try:
+            return planner.plan(alike, sharders())
+        except PlannerError as error:
+            # Behind its first sentence it tells of itself.
+            said = str(error).partition(". ")[0]
+            raise TrainingError(
+                f"table_plan: got {config.table_plan} for {processes.world_size} processes, of which TorchRec's planner says: "
+                f"{said}; start more, or take row-wise"
+            ) from None
+
+    # Not the planner's own way, in which the others would wait for a first process that found none.
+    with _quiet("torchrec.distributed.planner"):
+        plan: Any = processes.all(processes.in_first(made))[0]
     return ShardingPlan({path: plan.plan[str(number)] for number, path in enumerate(_collections(task))})
 
 
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Without warnings of a package's loggers, which are for who writes topologies by hand."""
+    loggers = [logging.getLogger(of) for of in logging.Logger.manager.loggerDict if f"{of}.".startswith(f"{name}.")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
+
+
 def _topology(processes: Processes) -> Topology:
-    device = processes.device
-    options: dict[str, Any] = {}
+    device, hosts = processes.device, get_local_size(processes.world_size)
+    options: dict[str, Any] = {"ddr_cap": psutil.virtual_memory().total // hosts}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         options["hbm_cap"] = properties.total_memory
@@ -120,7 +162,6 @@ def _topology(processes: Processes) -> Topology:
             gigabytes, multiple = MEASURED[properties.name]
             # In bytes a millisecond.
             options |= {"hbm_mem_bw": gigabytes * 1e6, "bwd_compute_multiplier": multiple}
-    hosts = get_local_size(processes.world_size)
     return Topology(processes.world_size, device.type, local_world_size=hosts, **options)
 
 

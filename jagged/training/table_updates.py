@@ -175,9 +175,11 @@ def update_tables_in_backward(task: nn.Module, config: TrainerConfig, world_size
     if not updates_rows(task, config, world_size):
         if option is not None:
             found = f"{world_size} processes" if updates_rows(task, config, 1) else f"a {type(task).__name__}"
+            # Each process then has rows of its own.
+            shared = "share tables by table_plan, or " if world_size > 1 and not isinstance(task, NextItemTask) else ""
             raise TrainingError(
                 f"{option}: {getattr(config, option)} updates rows of SASRec's and RankingModel's tables in one process, "
-                f"got {found}; {_cure(option)}"
+                f"got {found}; {shared}{_cure(option)}"
             )
         return None
     if not all(task.get_parameter(name).requires_grad for name in table_names(task)):

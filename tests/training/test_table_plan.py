@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -14,7 +16,9 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from jagged.config import TrainerConfig
 from jagged.models import NextItemTask, RankingInputs, RankingModel, SASRec, Task
 from jagged.training import Trainer, TrainingError
-from jagged.training.table_plan import MEASURED, check_plan
+from jagged.training.processes import process_group
+from jagged.training.table_plan import MEASURED, check_plan, plan_tables
+from jagged.training.table_updates import update_tables_in_backward
 from tests.processes import told_by
 from tests.test_docs import ROOT
 from tests.training.plan_processes import CASES, RESUMED
@@ -189,6 +193,29 @@ def test_a_trainer_in_one_process_refuses_a_plan(tmp_path: Path) -> None:
         Trainer(Tables(bags=bags("user")), config).fit([torch.zeros(1)], [torch.zeros(1)], progress=False)
     assert str(caught.value) == (
         "table_plan: got row-wise with one process, expected several; start them by torchrun, or take replicated"
+    )
+
+
+def test_tables_that_have_no_room_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1_000))
+    config = TrainerConfig(table_plan="table-wise", table_optimizer="sgd")
+    with process_group(torch.device("cpu")) as processes, pytest.raises(TrainingError) as caught:
+        plan_tables(Tables(bags=bags("user", "item")), config, processes)
+    assert str(caught.value) == (
+        "table_plan: got table-wise for 1 processes, of which TorchRec's planner says: Unable to find a plan for this model "
+        "because of insufficient storage; start more, or take row-wise"
+    )
+
+
+def test_an_optimizer_of_rows_names_the_plan_that_would_have_it() -> None:
+    inputs = RankingInputs(features={"user": "user"}, candidates={"item": "item"})
+    with pytest.raises(TrainingError) as caught:
+        update_tables_in_backward(
+            RankingModel(inputs, {"user": 9, "item": 5}), TrainerConfig(table_optimizer="lamb"), world_size=2
+        )
+    assert str(caught.value) == (
+        "table_optimizer: lamb updates rows of SASRec's and RankingModel's tables in one process, got 2 processes; "
+        "share tables by table_plan, or take adagrad, rowwise-adagrad, sgd or adamw"
     )
 
 
