@@ -80,9 +80,7 @@ def main(root: Path) -> dict[str, Any]:
         "again": dict(again),
         "distance": distance(*weights),
         "table": next(of.nbytes for name, of in weights[0].items() if "embedding_bags" in name),
-        "forecasts": [
-            json.loads((root / f"{plan}.{rank}").read_text()) for plan in ("replicated", "row-wise") for rank in (0, 1)
-        ],
+        "forecasts": [json.loads((root / f"row-wise.{rank}").read_text()) for rank in (0, 1)],
         "names": None if run.label_names is None else run.label_names.to_pylist(),
         "texts": None if on_text.label_names is None else on_text.label_names.to_pylist(),
         "expected_texts": list(dict.fromkeys(text for row in texts for text in row)),
