@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], int]] = {
 
 
 # The processes of each part of a run, after which step it ends, and its plan; a second epoch's last steps are 20 to 38.
-PARTS = [
+PARTS: list[tuple[int, int | None, str]] = [
     (1, 25, "replicated"),
     (2, 28, "row-wise"),
     (4, 31, "table-wise"),
@@ -134,21 +135,16 @@ def in_parts(root: Path, directory: Path, processes: Processes, watched: Callbac
     Trainer(RankingModel.of(split), config, callbacks=[watched]).fit(train, valid, resume=True, progress=False)
 
 
-def resumed(root: Path, name: str) -> dict[str, Any]:
-    """A run in parts of other processes and plans, and one that was never stopped."""
-    found = {}
-    for case, parts in (("whole", [(1, None, "replicated")]), ("parts", PARTS)):
-        # By the step that ends a part.
-        plans = {last: plan for _, last, plan in parts}
+def resumed(root: Path, name: str, parts: Sequence[tuple[int, int | None, str]], options: dict[str, Any]) -> dict[str, Any]:
+    """A run in parts of other processes and plans: what each process was trained on, and what the run leaves."""
+    # By the step that ends a part.
+    plans = {last: plan for _, last, plan in parts}
 
-        def part(directory: Path, processes: Processes, watched: Watched, plans: Any = plans) -> None:
-            in_parts(root, directory, processes, watched, {**RESUMED[name], "table_plan": plans[watched.last]})
+    def part(directory: Path, processes: Processes, watched: Watched) -> None:
+        in_parts(root, directory, processes, watched, {**options, "table_plan": plans[watched.last]})
 
-        kept = with_other_processes(
-            root, f"{name} {case}", [of[:2] for of in parts], RankingModel, lambda batch: batch.rows, part
-        )
-        found[case] = {"kept": kept, "history": outcome(root / f"{name} {case}")["history"]}
-    return found
+    kept = with_other_processes(root, name, [of[:2] for of in parts], RankingModel, lambda batch: batch.rows, part)
+    return {"kept": kept, **outcome(root / name)}
 
 
 def job(root: Path, processes: Processes) -> None:
@@ -202,7 +198,10 @@ def main() -> None:
     parallel(root, "refused", lambda processes: refused(root, processes))
     result["refused"] = [(root / f"refused.{rank}").read_text() for rank in range(2)]
     for case in RESUMED:
-        result[case] = resumed(root, case)
+        whole = resumed(root, f"{case} whole", [(1, None, "replicated")], RESUMED[case])
+        result[case] = {"whole": whole, "parts": resumed(root, f"{case} parts", PARTS, RESUMED[case])}
+    stops: list[list[tuple[int, int | None, str]]] = [[(2, None, "planned")], [(2, 25, "planned"), (2, None, "planned")]]
+    result["stopped"] = [resumed(root, f"stopped {len(of)}", of, {"table_optimizer": "rowwise-adamw"}) for of in stops]
     for case in CASES:
         count = CASES[case][-1]
 

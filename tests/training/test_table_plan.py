@@ -79,6 +79,15 @@ def test_a_run_goes_on_with_any_number_of_processes_and_any_plan(result: dict[st
         assert other["monitored"] == pytest.approx(one["monitored"], rel=1e-4)
 
 
+def test_a_run_that_was_stopped_ends_bit_for_bit(result: dict[str, Any]) -> None:
+    """The pipeline has read two batches ahead when it stops."""
+    whole, stopped = result["stopped"]
+    assert [len(part) for part in stopped["kept"]] == [2, 2]
+    assert steps_of(stopped["kept"]) == steps_of(whole["kept"])
+    for name in ("weights", "metrics", "history"):
+        assert stopped[name] == whole[name], name
+
+
 def test_a_job_leaves_what_one_process_leaves(result: dict[str, Any]) -> None:
     one, first, _ = result["job"]
     for name in ("losses", "scores", "exported", "direct"):
