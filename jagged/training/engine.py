@@ -1,4 +1,4 @@
-"""TorchRec's engine around a task: DistributedModelParallel and TrainPipelineBase, mixed precision, exact averages."""
+"""TorchRec's engine around a task: DistributedModelParallel and its pipelines, mixed precision, exact averages."""
 
 from __future__ import annotations
 
@@ -68,13 +68,14 @@ class Engine:
         self, task: nn.Module, config: TrainerConfig, precision: str, processes: Processes, total_steps: int = 0
     ) -> None:
         check_updates(task, config.accumulate, processes.world_size)
+        is_sharded = check_plan(task, config, processes.world_size)
         self.task = task
         self.processes = processes
         self._accumulate = config.accumulate
         device = processes.device
         if processes.world_size > 1 and isinstance(task, NextItemTask):
             task.split(processes.group, processes.host_group)
-        self._sharded = ShardedUpdates(task, config, processes) if check_plan(task, config, processes.world_size) else None
+        self._sharded = ShardedUpdates(task, config, processes) if is_sharded else None
         self._rows: RowUpdates | ShardedUpdates | None = self._sharded
         held = None
         if self._sharded is None and (rows := update_tables_in_backward(task, config, processes.world_size)) is not None:
