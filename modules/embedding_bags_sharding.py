@@ -52,7 +52,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from jagged.modules.bag_collection import Lookups, bags_of, on_device, refuse_uneven, refuse_wrong_inverse
 from jagged.modules.embedding_bags import ScheduledEmbeddingBagCollection
-from jagged.modules.embedding_bags_shards import ShardLookup, optimizers_of
+from jagged.modules.embedding_bags_shards import ShardedTables, ShardLookup, optimizers_of
 from jagged.modules.table_sharding import (
     DATA_PARALLEL,
     FUSED,
@@ -183,7 +183,7 @@ class _NoSamples(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):  # 
         return KeyedTensor(self._rows._embedding_names, widths, values)
 
 
-class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # type: ignore[misc]
+class ShardedScheduledEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCollection):  # type: ignore[misc]
     """A `ScheduledEmbeddingBagCollection` of which each process has shards; `ScheduledEmbeddingBagCollectionSharder` makes it."""
 
     def __init__(

@@ -24,7 +24,7 @@ from jagged.modules.embedding_bags import DTYPES
 from jagged.modules.table_sharding import DATA_PARALLEL, ROW_WISE, ROWS_OF_HOSTS, update_of
 from jagged.modules.table_storage import states_of_tables
 from jagged.modules.trained_tables import TrainedTables
-from jagged.ops import BagLayout, BagOptimizer, embedding_bags
+from jagged.ops import BagLayout, BagOptimizer, JointUpdate, embedding_bags
 
 
 class Optimizers(NamedTuple):
@@ -45,6 +45,40 @@ def optimizers_of(module: TrainedTables) -> Optimizers | None:
         if part.tables.optimizer is not None:
             states.update(zip(part.names, states_of_tables(part.tables.optimizer), strict=True))
     return Optimizers(update, states)
+
+
+class TableShard(NamedTuple):
+    """A part of a table that a process has.
+
+    Attributes:
+        table: its name.
+        weight: `[rows, width]`, a view.
+        states: by name views of its optimizer's states, as `TrainedTables.optimizer_states` has them; nothing without one.
+    """
+
+    table: str
+    weight: Tensor
+    states: dict[str, Tensor]
+
+
+class ShardedTables:
+    """What sharded collections tell of the shards that this process has."""
+
+    _lookups: list[Any]
+
+    @property
+    def storages(self) -> list[_Bags]:
+        """What has the shards: one for each sharding type and data type of which this process has any."""
+        return [bags for lookup in self._lookups for bags in lookup._emb_modules]
+
+    @property
+    def optimizers(self) -> list[BagOptimizer]:
+        """The fused optimizers of the shards. A schedule fills their `learning_rate`, a tensor."""
+        return [bags.optimizer for bags in self.storages if bags.optimizer is not None]
+
+    def shards(self) -> list[TableShard]:
+        """The shards of this process, with views of weights and states."""
+        return [shard for bags in self.storages for shard in bags.shards()]
 
 
 class _Bags(BaseBatchedEmbeddingBag):  # type: ignore[misc]
@@ -83,11 +117,16 @@ class _Bags(BaseBatchedEmbeddingBag):  # type: ignore[misc]
             self.layout,
             features.values(),
             features.offsets(),
-            per_sample_weights=features.weights() if self._config.is_weighted else None,
-            batch_sizes=features.stride_per_key() if features.variable_stride_per_key() else None,
-            sequence_totals=features.length_per_key() if self.layout.has_sequences else None,
             optimizer=self.optimizer,
+            **self._options(features),
         )
+
+    def _options(self, features: KeyedJaggedTensor) -> dict[str, Any]:
+        return {
+            "per_sample_weights": features.weights() if self._config.is_weighted else None,
+            "batch_sizes": features.stride_per_key() if features.variable_stride_per_key() else None,
+            "sequence_totals": features.length_per_key() if self.layout.has_sequences else None,
+        }
 
     @property
     def emb_module(self) -> _Bags:
@@ -98,6 +137,15 @@ class _Bags(BaseBatchedEmbeddingBag):  # type: ignore[misc]
         """Each shard `[rows, width]`."""
         views = self.layout.views(self.weights.detach())
         return [view[:rows] for view, rows in zip(views, self._local_rows, strict=True)]
+
+    def states(self) -> list[dict[str, Tensor]]:
+        """For each shard its states by name."""
+        return [{} for _ in self._local_rows]
+
+    def shards(self) -> list[TableShard]:
+        """Each shard with its states."""
+        of_shards = zip(self._config.embedding_tables, self.split_embedding_weights(), self.states(), strict=True)
+        return [TableShard(table.name, weight, states) for table, weight, states in of_shards]
 
     def named_parameters(self, prefix: str = "", *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The storage, by a name that no other one of the lookup has."""
@@ -127,6 +175,7 @@ class _FusedBags(_Bags, FusedOptimizerModule):  # type: ignore[misc]
     ) -> None:
         super().__init__(config, pg, device, sharding_type, optimizers)
         self.optimizer = optimizers.make(self.layout, self.weights.device)
+        self.updates = JointUpdate(self.weights, self.optimizer)
         for table, own in zip(config.embedding_tables, self.states(), strict=True):
             whole, offsets = optimizers.states.get(table.name, {}), getattr(table.local_metadata, "shard_offsets", (0, 0))
             for name, state in own.items() if whole else ():
@@ -140,6 +189,16 @@ class _FusedBags(_Bags, FusedOptimizerModule):  # type: ignore[misc]
         for parameter in self._param_per_table.values():
             # By this TorchRec knows what no other optimizer is to update.
             parameter._in_backward_optimizers = [EmptyFusedOptimizer()]
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        if not self.updates.holds:
+            return super().forward(features)
+        return self.updates.embedding_bags(self.layout, features.values(), features.offsets(), **self._options(features))
+
+    def hold(self, holds: bool) -> None:
+        """Let the backward pass keep gradients for `updates.step`, or update by itself again; what is kept is dropped."""
+        self.updates.drop()
+        self.updates.holds = holds
 
     @property
     def fused_optimizer(self) -> FusedOptimizer:

@@ -19,7 +19,7 @@ from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterShardi
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from jagged.modules.embedding_bags_shards import SequenceShardLookup, optimizers_of
+from jagged.modules.embedding_bags_shards import SequenceShardLookup, ShardedTables, optimizers_of
 from jagged.modules.embedding_sequences import ScheduledEmbeddingCollection
 from jagged.modules.table_sharding import (
     COLUMN_WISE,
@@ -39,7 +39,7 @@ class _Context(EmbeddingCollectionContext):  # type: ignore[misc]
     is_empty: bool = False
 
 
-class ShardedScheduledEmbeddingCollection(ShardedEmbeddingCollection):  # type: ignore[misc]
+class ShardedScheduledEmbeddingCollection(ShardedTables, ShardedEmbeddingCollection):  # type: ignore[misc]
     """A `ScheduledEmbeddingCollection` of which each process has shards; `ScheduledEmbeddingCollectionSharder` makes it."""
 
     def __init__(

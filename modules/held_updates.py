@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from jagged.modules.embedding_bags_shards import ShardedTables
 from jagged.modules.trained_tables import TrainedTables
 from jagged.ops import JointUpdate
 
@@ -17,12 +18,15 @@ class HeldUpdates:
     Calls of backward then keep the gradients of what lookups and heads gave them, which are small, and make none of the tables.
     `step` updates each row that they name once, by its sum over all calls since the last step.
 
+    Where the collections are sharded, it is the shards of this process that are held, none perhaps, and `norm` is theirs: who
+    clips by it adds the squares up over the processes. Copies of data-parallel tables stand in each of these norms.
+
     Args:
         model: with `ScheduledEmbeddingBagCollection` and `ScheduledEmbeddingCollection` modules, in it or itself, that have an
-            optimizer.
+            optimizer, sharded or not.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are none, and nothing is sharded.
 
     Example:
         >>> import torch
@@ -43,9 +47,11 @@ class HeldUpdates:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        found = (part.tables for module in model.modules() if isinstance(module, TrainedTables) for part in module._parts)
+        found: list[Any] = [part.tables for of in model.modules() if isinstance(of, TrainedTables) for part in of._parts]
+        sharded = [of for of in model.modules() if isinstance(of, ShardedTables)]
+        found += [storage for of in sharded for storage in of.storages]
         self._storages = [storage for storage in dict.fromkeys(found) if storage.optimizer is not None]
-        if not self._storages:
+        if not self._storages and not sharded:
             raise ValueError("model: expected tables with an optimizer, got none; give a collection one by optimizer")
         for storage in self._storages:
             storage.hold(True)
@@ -57,7 +63,8 @@ class HeldUpdates:
 
     def norm(self) -> Tensor:
         """Return the L2 norm of the tables' gradients that are held, each row's summed: `[]` float32."""
-        return torch.linalg.vector_norm(torch.stack([of.norm() for of in self._updates]))
+        norms = [of.norm() for of in self._updates]
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
     def step(self, scale: Tensor | None = None) -> Tensor:
         """Update the tables.
@@ -69,7 +76,8 @@ class HeldUpdates:
             Tensor: `[]` bool on the device, whether the update was made. Where one of the gradients, the norm that was asked for
             or the scale is not finite, tables and optimizers stay as they are.
         """
-        updates = self._updates
+        if not (updates := self._updates):
+            return torch.ones((), dtype=torch.bool)
         is_finite = torch.stack([of.is_finite() for of in updates]).all()
         # What one may not do the others do not.
         scale = torch.ones((), device=is_finite.device) if scale is None else scale

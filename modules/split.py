@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,27 +19,37 @@ from jagged.modules.jagged_tensor import with_values
 class RowSplit:
     """Which process of a group holds which rows of a table, and how they exchange rows.
 
-    Each holds a block of ceil(num_rows / processes) rows, in the order of their ranks; the last ones hold fewer, or none. All
-    methods but `block` are collective: every process of the group must call them, in the same order, with however few rows.
+    Each holds a block of rows. All methods but `block` are collective: every process of the group must call them, in the same
+    order, with however few rows.
 
     Args:
         num_rows: of the whole table.
         group: exchanges tensors on the device that they are on.
         host_group: exchanges tensors on the CPU, so that no count waits for a GPU; on the CPU the same group.
+        blocks: the rows of each process, by rank, which are all rows together; None: blocks of ceil(num_rows / processes) rows
+            in the order of their ranks, of which the last ones hold fewer, or none.
 
     Attributes:
         rank, world_size: of this process in the group.
     """
 
-    def __init__(self, num_rows: int, group: dist.ProcessGroup, host_group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        group: dist.ProcessGroup,
+        host_group: dist.ProcessGroup,
+        blocks: Sequence[slice] | None = None,
+    ) -> None:
         self.num_rows = num_rows
         self.group, self.host_group = group, host_group
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        longest = -(-num_rows // self.world_size)
+        bounds = [min(rank * longest, num_rows) for rank in range(self.world_size + 1)]
+        self._blocks = [slice(*pair) for pair in pairwise(bounds)] if blocks is None else list(blocks)
 
     def block(self, rank: int | None = None) -> slice:
         """The rows of a process, by default of this one."""
-        rank = self.rank if rank is None else rank
-        return slice(min(rank * self._longest, self.num_rows), min((rank + 1) * self._longest, self.num_rows))
+        return self._blocks[self.rank if rank is None else rank]
 
     def counts(self, count: int) -> list[int]:
         """The counts that the processes gave, by rank."""
@@ -117,10 +129,6 @@ class RowSplit:
             if len(rows):
                 dist.recv(rows, group=self.host_group, group_src=rank)
         return table
-
-    @property
-    def _longest(self) -> int:
-        return -(-self.num_rows // self.world_size)
 
     def __repr__(self) -> str:
         rows = self.block()

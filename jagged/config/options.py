@@ -206,6 +206,11 @@ class LoopOptions(Section):
         "numbers of the optimizer's states of embedding tables; sums of adagrad in bfloat16 stop growing",
         when={"table_optimizer": (*_ADAMS, *_LAMBS, *_ADAGRADS)},
     )
+    table_plan: Literal["replicated", "planned", "table-wise", "row-wise"] = option(
+        "replicated",
+        "embedding tables in several processes: all in each, or each row in one of them: as TorchRec's planner chooses, whole "
+        "tables, or blocks of rows",
+    )
     gradient_clip_norm: float | None = option(1.0, "largest global gradient norm; none for no clipping", gt=0)
     accumulate: int = option(1, "batches whose gradients make one step", ge=1)
     max_epochs: int = option(60, "most passes over the training data", ge=1)

@@ -20,7 +20,7 @@ class Progress:
     """Where a run stands, as callbacks see it.
 
     Attributes:
-        task: what is trained. On several processes a split table has this process's rows alone.
+        task: what is trained. On several processes a split or sharded table has this process's rows alone.
         state: step, epoch, history and the rest; not to be changed.
     """
 

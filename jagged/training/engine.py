@@ -1,22 +1,22 @@
-"""TorchRec's engine around a task: DistributedModelParallel and TrainPipelineBase, mixed precision, exact averages."""
+"""TorchRec's engine around a task: DistributedModelParallel and its pipelines, mixed precision, exact averages."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
-from torchrec.distributed.train_pipeline import TrainPipelineBase
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingPlan
 
 from jagged.config import TrainerConfig
 from jagged.data.moving import Carried
-from jagged.models import NextItemTask
+from jagged.models import NextItemTask, RankingModel
 from jagged.models.pretrained import apart
 from jagged.models.task import explained
 from jagged.modules import HeldUpdates, RowSplit, SplitEmbeddingCollection
@@ -25,7 +25,8 @@ from jagged.training.errors import CheckpointError
 from jagged.training.graphs import GraphedSteps, graphs_serve
 from jagged.training.optimizer import Optimizer, check_updates, number_on, table_names, updated_heads
 from jagged.training.processes import Processes
-from jagged.training.table_updates import update_tables_in_backward
+from jagged.training.table_plan import ShardedUpdates, check_plan, sharders
+from jagged.training.table_updates import RowUpdates, update_tables_in_backward
 
 _TASK = "task."
 _RANDOM = "random."
@@ -51,8 +52,8 @@ class Engine:
     An item table that is looked up and scored against has a gradient of two sources. Under AdamW, and where processes split it,
     it is an ordinary parameter with a dense gradient; other optimizers update the rows that a step names (`table_updates.py`).
     On several processes a `NextItemTask` keeps a part of its table in each one, with its rows' gradient and optimizer
-    state; DistributedModelParallel replicates everything else. Named tensors are of the whole table, so that they fit any number
-    of processes.
+    state; DistributedModelParallel replicates everything else, or shards collections by `table_plan`, whose rows are updated
+    where they are. Named tensors are of the whole table, so that they fit any number of processes and any plan.
 
     Args:
         task: a `RankingTask`, on any device but meta; the same weights in every process. On several processes one that is split
@@ -67,14 +68,18 @@ class Engine:
         self, task: nn.Module, config: TrainerConfig, precision: str, processes: Processes, total_steps: int = 0
     ) -> None:
         check_updates(task, config.accumulate, processes.world_size)
+        is_sharded = check_plan(task, config, processes.world_size)
         self.task = task
         self.processes = processes
         self._accumulate = config.accumulate
         device = processes.device
         if processes.world_size > 1 and isinstance(task, NextItemTask):
             task.split(processes.group, processes.host_group)
-        self._rows = update_tables_in_backward(task, config, processes.world_size)
-        held = None if self._rows is None else self._rows.held
+        self._sharded = ShardedUpdates(task, config, processes) if is_sharded else None
+        self._rows: RowUpdates | ShardedUpdates | None = self._sharded
+        held = None
+        if self._sharded is None and (rows := update_tables_in_backward(task, config, processes.world_size)) is not None:
+            self._rows, held = rows, rows.held
         # The optimizer comes with what it updates, and what is updated may be replicated by the wrapper.
         self._step = _Step(task, precision, processes, graphs_serve(config, task, processes), held).to(device)
         self._tables = {path: module for path, module in task.named_modules() if isinstance(module, SplitEmbeddingCollection)}
@@ -86,12 +91,19 @@ class Engine:
         self._parallel = DistributedModelParallel(
             self._step,
             device=device,
-            sharders=[],
-            plan=ShardingPlan({}),
+            sharders=[] if self._sharded is None else sharders(),
+            plan=ShardingPlan(
+                {} if self._sharded is None else {f"{_TASK}{path}": of for path, of in self._sharded.plan.plan.items()}
+            ),
             data_parallel_wrapper=_Replicated(params_to_ignore=ignored),
         )
+        if self._sharded is not None:
+            self._sharded.begin()
+            self._splits |= self._sharded.splits
+        with self._without_shards():
+            parameters = dict(task.named_parameters())
         self.optimizer = Optimizer(
-            dict(task.named_parameters()),
+            parameters,
             config,
             total_steps=total_steps,
             tables=table_names(task),
@@ -101,7 +113,7 @@ class Engine:
             world_size=processes.world_size,
         )
         if self._accumulate > 1:
-            self._step.optimizer = self.optimizer
+            self._step.weighted.optimizer = self.optimizer
 
     def close(self) -> None:
         """Give the task back: its tables, if they were updated row by row, get gradients again. Nothing is trained any more."""
@@ -111,24 +123,39 @@ class Engine:
     @property
     def samples(self) -> int:
         """Samples this process has trained on; 0 where batches do not tell."""
-        return self._step.samples
+        return self._step.weighted.samples
 
     def steps(self, batches: Iterable[Any], left: int | None = None) -> Iterator[Trained]:
         """Train on every batch, and yield after each one. Nothing here waits for a GPU.
 
-        TorchRec's pipeline copies the next batch to the device while a step computes.
+        TorchRec's pipeline copies the next batch to the device while a step computes; of a ranking model whose tables are sharded
+        it also sends the next batch's ids.
 
         Args:
             batches: of an epoch, from its beginning or from behind an update on.
             left: how many; the last one ends its step. None where every batch is a step.
         """
         self._parallel.train()
-        pipeline = TrainPipelineBase(self._parallel, self.optimizer, self.processes.device)
-        batches, done = carried(batches), 0
+        pipeline: Any
+        if self._sharded is not None and isinstance(self.task, RankingModel):
+            # Of the models with collections this is the one that is known to be traced; its batches are no others than its own.
+            pipeline = TrainPipelineSparseDist(self._parallel, self.optimizer, self.processes.device)
+            batches = iter(batches)
+        else:
+            pipeline, batches = TrainPipelineBase(self._parallel, self.optimizer, self.processes.device), carried(batches)
+        try:
+            yield from self._progress(pipeline, batches, left)
+        finally:
+            if isinstance(pipeline, TrainPipelineSparseDist):
+                # Sharded modules look up by themselves again.
+                pipeline.detach()
+
+    def _progress(self, pipeline: Any, batches: Iterator[Any], left: int | None) -> Iterator[Trained]:
+        done = 0
         while True:
             done += 1
             updated = done % self._accumulate == 0 or done == left
-            self._step.last = updated
+            self._step.weighted.last = updated
             try:
                 loss, rows = pipeline.progress(batches)
             except StopIteration:
@@ -137,29 +164,59 @@ class Engine:
 
     def is_finite(self) -> bool:
         """Whether all weights of all processes are finite; waits for the device. Every process must call."""
-        norms = torch._foreach_norm([p.detach() for p in self.task.parameters() if p.numel()], float("inf"))
+        with self._without_shards():
+            weights = [parameter.detach() for parameter in self.task.parameters()]
+        weights += [] if self._sharded is None else self._sharded.weights().values()
+        norms = torch._foreach_norm([of for of in weights if of.numel()], float("inf"))
         return not self.processes.any(not bool(torch.isfinite(torch.stack(norms)).all()))
 
     @contextmanager
-    def whole_task(self) -> Iterator[nn.Module]:
-        """The task with all rows of its item table, to be evaluated or written; every process must enter.
+    def whole_task(self, *, ends: bool = False) -> Iterator[nn.Module]:
+        """The task with all rows of its tables, to be evaluated or written; every process must enter.
 
         On several processes that is a copy on each one's device, which lives as long as the context.
+
+        Args:
+            ends: nothing is trained any more, and the task keeps tables that were sharded.
         """
         for path, table in self._tables.items():
             self.task.set_submodule(path, table.whole())
         try:
-            yield self.task
+            with nullcontext() if self._sharded is None else self._sharded.unsharded(stays=ends):
+                yield self.task
         finally:
             for path, table in self._tables.items():
                 self.task.set_submodule(path, table)
+
+    def own_weights(self) -> dict[str, Tensor]:
+        """Weights and buffers by the names of the whole task, of split tables this process's rows; views."""
+        with self._without_shards():
+            weights = {name: value.detach() for name, value in self.task.state_dict().items()}
+        return weights if self._sharded is None else weights | self._sharded.weights()
+
+    def load_own_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take over what `own_weights` gave.
+
+        Raises:
+            RuntimeError: other names or shapes.
+        """
+        own = {} if self._sharded is None else self._sharded.weights()
+        if missing := own.keys() - weights.keys():
+            raise RuntimeError(f"Missing key(s): {', '.join(sorted(missing))}")
+        with self._without_shards():
+            self.task.load_state_dict({name: value for name, value in weights.items() if name not in own})
+        for name, value in own.items():
+            value.copy_(weights[name])
+
+    def _without_shards(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._sharded is None else self._sharded.removed()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Weights, buffers, optimizer state and every process's random state, by name; every process must call.
 
         Where each process holds rows of its own, the first one gets all, on the CPU, and the others nothing.
         """
-        tensors = {f"{_TASK}{name}": value.detach() for name, value in apart(self.task.state_dict()).items()}
+        tensors = {f"{_TASK}{name}": value.detach() for name, value in apart(self.own_weights()).items()}
         # The tables of a collection count their steps together, and a file has no tensor twice.
         states = self.optimizer.state_tensors()
         tensors.update({name: value if value.dim() else value.clone() for name, value in states.items()})
@@ -210,11 +267,11 @@ class Engine:
             CheckpointError: names or shapes do not fit the task.
         """
         weights = {name.removeprefix(_TASK): value for name, value in self.own_rows(tensors).items() if name.startswith(_TASK)}
-        for name, value in self.task.state_dict().items():
+        for name, value in self.own_weights().items():
             if name in weights and value.shape[1:] == weights[name].shape[1:] and value.shape != weights[name].shape:
                 raise _misfit(name, len(weights[name]), len(value))
         try:
-            self.task.load_state_dict(weights)
+            self.load_own_weights(weights)
         except RuntimeError as error:
             raise CheckpointError(f"the checkpoint's weights do not fit the task: {' '.join(str(error).split())}") from None
 
@@ -261,10 +318,7 @@ class _Step(nn.Module):
     ) -> None:
         super().__init__()
         self.task = task
-        self.samples = 0
-        # Set where gradients are accumulated, and whether the batch that comes ends its step.
-        self.optimizer: Optimizer | None = None
-        self.last = True
+        self.weighted = _Weighted(processes)
         self._autocast = precision == "bf16-mixed"
         self._processes = processes
         self._graphs: GraphedSteps | None = None
@@ -274,13 +328,40 @@ class _Step(nn.Module):
             self._num_items = task.model.config["num_items"]
 
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, int | Tensor]]:
+        # TorchRec's pipeline of sharded tables traces this.
         batch = batch.batch if isinstance(batch, Carried) else batch
-        self.samples += len(batch) if hasattr(batch, "__len__") and not isinstance(batch, (dict, tuple, list)) else 0
         if self._graphs is not None and batch.is_checked(self._num_items):
+            self.weighted.count(batch)
             loss = self._graphs(batch)
             # The gradients are there already; the pipeline's own backward ends at the loss.
             return loss.requires_grad_(), (loss.detach(), batch.targets.numel())
-        output = self._task(batch)
+        weighted: tuple[Tensor, tuple[Tensor, int | Tensor]] = self.weighted(batch, self._task(batch))
+        return weighted
+
+    def _task(self, batch: Any) -> Any:
+        if not self._autocast:
+            return explained(self.task, batch)
+        with torch.autocast(self._processes.device.type, torch.bfloat16):
+            return explained(self.task, batch)
+
+
+class _Weighted(nn.Module):
+    """The loss as the optimizer wants it; a leaf where the step is traced."""
+
+    def __init__(self, processes: Processes) -> None:
+        super().__init__()
+        self.samples = 0
+        # Set where gradients are accumulated, and whether the batch that comes ends its step.
+        self.optimizer: Optimizer | None = None
+        self.last = True
+        self._processes = processes
+
+    def count(self, batch: Any) -> None:
+        """Add up the samples of batches that tell how many they have."""
+        self.samples += len(batch) if hasattr(batch, "__len__") and not isinstance(batch, (dict, tuple, list)) else 0
+
+    def forward(self, batch: Any, output: Any) -> tuple[Tensor, tuple[Tensor, int | Tensor]]:
+        self.count(batch)
         loss, rows = output.loss, output.rows()
         told = loss.detach()
         if self.optimizer is not None:
@@ -289,12 +370,6 @@ class _Step(nn.Module):
         elif self._processes.world_size > 1:
             loss = self._share(loss, rows)
         return loss, (told, rows)
-
-    def _task(self, batch: Any) -> Any:
-        if not self._autocast:
-            return explained(self.task, batch)
-        with torch.autocast(self._processes.device.type, torch.bfloat16):
-            return explained(self.task, batch)
 
     def _share(self, loss: Tensor, rows: int | Tensor) -> Tensor:
         # The gradient is averaged over processes, but each one's loss is a mean over its own number of rows.

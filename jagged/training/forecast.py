@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from jagged.config import MultiLabelConfig, RankingConfig, TrainConfig
+from jagged.config.options import LoopOptions
 from jagged.data import BatchLoader, LabelBatch, MultiLabelRows, SequenceSplit
 from jagged.data.moving import moved
 from jagged.data.negatives import Drawing
@@ -22,6 +23,7 @@ from jagged.training.display import memory_in_use
 from jagged.training.graphs import graphs_serve
 from jagged.training.optimizer import table_names, updated_heads
 from jagged.training.processes import Processes
+from jagged.training.table_plan import check_plan, plan_tables, splits_of
 from jagged.training.table_updates import state_bytes, updates_rows
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ class Forecast:
         device: "cpu" or "cuda".
         present: in use before training: on the CPU the process with its libraries and data, on a GPU what is allocated.
         parameters: the weights that this process keeps, fp32; they are part of `present`. The best so far are held beside them.
-        elsewhere: the item table's rows that other processes keep. They are part of `present` too, and go before training.
+        elsewhere: the rows of tables that other processes keep. They are part of `present` too, and go before training.
         gradients: of the kept weights, and the second one that the item table has for a moment, from lookup and from scoring;
             with `graphs` a third. Where tables are updated row by row: of the rows that a step scores, once more while they are
             put together with those that it reads, and once as each row's sum.
@@ -159,40 +161,33 @@ def forecast_requests(
     config: RankingConfig, part: Part, loader: RequestLoader, task: nn.Module, processes: Processes
 ) -> Forecast:
     """Forecast a run on a table's requests in the same way; its tokens are events of histories and candidates."""
-    device, world_size = processes.device, processes.world_size
-    sizes = [parameter.numel() * parameter.element_size() for parameter in task.parameters() if parameter.requires_grad]
+    device, world_size, of = processes.device, processes.world_size, config.training
     drawing = Drawing.of(part.dataset, part.training, config.data.negatives, config.data.negatives_by, config.seed)
     rows = torch.from_numpy(sum(part.sizes(config.data.max_history, drawing))).double()
     steps = loader.num_batches(0)
     samples, tokens = len(rows) / (steps * world_size), float(rows.sum()) / (steps * world_size)
     # Four standard deviations above the mean, and never more than can be.
     most = tokens + 4 * float(rows.std(correction=0)) * math.sqrt(samples)
-    most = min(most, float(config.training.max_tokens or config.training.batch_size * float(rows.max())))
+    most = min(most, float(of.max_tokens or of.batch_size * float(rows.max())))
     probe = part.gather(range(min(_PROBE_SAMPLES, len(rows))), max_history=config.data.max_history, **config.data.drawing())
     probed = max(1, int(rows[: len(probe)].sum()))
     kept = _kept_bytes(task, probe.to(device), config.precision, device) / probed
-    tables = [table for name in table_names(task) if (table := task.get_parameter(name)).requires_grad]
-    gradients, states = sum(sizes), 2 * sum(sizes)
-    if config.training.table_optimizer != "adamw":
-        states += sum(state_bytes(config.training, table) - 2 * table.nbytes for table in tables)
-        if updates_rows(task, config.training, world_size):
-            # Of the rows that each event and candidate reads, as of those of a step above.
-            gradients += sum(3 * int(4 * table.shape[1] * min(most, len(table))) - table.nbytes for table in tables)
+    weights = _Weights.of(task, of, processes, most)
     return Forecast(
         device=device.type,
         present=memory_in_use(device),
-        parameters=sum(sizes),
-        elsewhere=0,
-        gradients=gradients,
-        optimizer=states,
-        activations=int(1.6 * most * kept),
-        checkpoint=0,
-        evaluation=int(kept * tokens / samples * config.evaluation.eval_batch_size),
+        parameters=weights.parameters,
+        elsewhere=weights.elsewhere,
+        gradients=weights.gradients,
+        optimizer=weights.optimizer,
+        activations=int(1.6 * most * kept) + weights.exchanged,
+        checkpoint=weights.checkpoint,
+        evaluation=int(kept * tokens / samples * config.evaluation.eval_batch_size) + weights.whole,
         graphs=False,
         samples=samples,
         tokens=tokens,
         steps_per_epoch=steps,
-        max_steps=-(-steps // config.training.accumulate) * config.training.max_epochs,
+        max_steps=-(-steps // of.accumulate) * of.max_epochs,
         counted=("requests", "events and candidates"),
     )
 
@@ -200,7 +195,8 @@ def forecast_requests(
 def forecast_rows(config: MultiLabelConfig, rows: MultiLabelRows, steps: int, task: nn.Module, processes: Processes) -> Forecast:
     """Forecast a run on this process's rows with sets of labels in the same way; its tokens are the rows' features."""
     device, count = processes.device, len(rows)
-    sizes = [parameter.numel() * parameter.element_size() for parameter in task.parameters() if parameter.requires_grad]
+    tokens = len(rows.feature_ids) / max(steps, 1)
+    weights = _Weights.of(task, config.training, processes, tokens)
     # These have states of their own, which are there already.
     updated = sum(of.numel() * of.element_size() for head in updated_heads(task).values() for of in (head.weight, head.bias))
     batch_size = min(config.training.batch_size, count)
@@ -209,20 +205,68 @@ def forecast_rows(config: MultiLabelConfig, rows: MultiLabelRows, steps: int, ta
     return Forecast(
         device=device.type,
         present=memory_in_use(device),
-        parameters=sum(sizes),
-        elsewhere=0,
-        gradients=sum(sizes),
-        optimizer=2 * (sum(sizes) - updated),
-        activations=int(1.6 * batch_size * kept),
-        checkpoint=0,
-        evaluation=int(kept * config.evaluation.eval_batch_size),
+        parameters=weights.parameters,
+        elsewhere=weights.elsewhere,
+        gradients=weights.gradients,
+        optimizer=weights.optimizer - 2 * updated,
+        activations=int(1.6 * batch_size * kept) + weights.exchanged,
+        checkpoint=weights.checkpoint,
+        evaluation=int(kept * config.evaluation.eval_batch_size) + weights.whole,
         graphs=False,
         samples=float(batch_size),
-        tokens=len(rows.feature_ids) / max(steps, 1),
+        tokens=tokens,
         steps_per_epoch=steps,
         max_steps=-(-steps // config.training.accumulate) * config.training.max_epochs,
         counted=("rows", "features"),
     )
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Bytes that go by a task's weights and how its tables are updated and shared, as `Forecast` has them.
+
+    Attributes:
+        exchanged: rows that are looked up for other processes, sent and received, and their gradients.
+        whole: of sharded tables, a copy of all rows.
+    """
+
+    parameters: int
+    elsewhere: int
+    gradients: int
+    optimizer: int
+    exchanged: int
+    checkpoint: int
+    whole: int
+
+    @classmethod
+    def of(cls, task: nn.Module, options: LoopOptions, processes: Processes, most: float) -> _Weights:
+        """Of a step that reads `most` rows of each table."""
+        world_size = processes.world_size
+        learned = {name: parameter.detach() for name, parameter in task.named_parameters() if parameter.requires_grad}
+        is_sharded = check_plan(task, options, world_size)
+        splits = splits_of(plan_tables(task, options, processes), task, processes) if is_sharded else {}
+        here = {name: whole if name not in splits else whole[splits[name].block()] for name, whole in learned.items()}
+        size = sum(tensor.nbytes for tensor in here.values())
+        tables = [here[name] for name in table_names(task) & here.keys()]
+        gradients, states = size, 2 * size
+        if options.table_optimizer != "adamw":
+            states += sum(state_bytes(options, table) - 2 * table.nbytes for table in tables)
+            if is_sharded or updates_rows(task, options, world_size):
+                # As of those of a step above; sharded, of the rows that all processes read.
+                read = most * world_size
+                gradients += sum(3 * int(4 * table.shape[1] * min(read, len(table))) - table.nbytes for table in tables)
+        wholes = [learned[name] for name in splits]
+        whole = sum(table.nbytes for table in wholes)
+        writes = processes.device.type == "cpu" and processes.is_first
+        return cls(
+            parameters=size,
+            elsewhere=sum(tensor.nbytes for tensor in learned.values()) - size,
+            gradients=gradients,
+            optimizer=states,
+            exchanged=int(sum(4 * 4 * table.shape[1] for table in wholes) * most),
+            checkpoint=2 * whole + sum(state_bytes(options, table) for table in wholes) if writes else 0,
+            whole=whole,
+        )
 
 
 def _scored_rows(task: NextItemTask, tokens: float) -> float:

@@ -132,7 +132,7 @@ class Loop:
     def test(self, test: Positioned | None) -> RunMetrics:
         """Load the best weights and evaluate them on the test part, where there is one."""
         state, figures = self.state, Figures({})
-        self.engine.task.load_state_dict(self._best)
+        self.engine.load_own_weights(self._best)
         if test is not None:
             try:
                 with self._watch, self._explained():
@@ -315,7 +315,7 @@ class Loop:
         better = state.best is None or (value < state.best if config.less_is_better else value > state.best)
         if better:
             state.best, state.best_validation, state.worse = value, len(state.history), 0
-            self._best = {key: tensor.detach().clone() for key, tensor in self.engine.task.state_dict().items()}
+            self._best = {key: tensor.clone() for key, tensor in self.engine.own_weights().items()}
         else:
             state.worse += 1
         when = f"epoch {begun}" if config.validation_steps is None else f"step {state.step:,}"

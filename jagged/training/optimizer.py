@@ -18,6 +18,7 @@ from jagged.modules.trained_tables import TrainedTables
 from jagged.training.errors import TrainingError
 
 if TYPE_CHECKING:
+    from jagged.training.table_plan import ShardedUpdates
     from jagged.training.table_updates import RowUpdates
 
 #: Tables of up to so many rows are learnt from many samples a row, like any other matrix.
@@ -120,21 +121,15 @@ class Optimizer:
         tables: Collection[str] = (),
         split: Mapping[str, RowSplit] | None = None,
         heads: Mapping[str, GroupSparseHead] | None = None,
-        rows: RowUpdates | None = None,
+        rows: RowUpdates | ShardedUpdates | None = None,
         world_size: int = 1,
     ) -> None:
         split = split or {}
         self._heads = dict(heads or {})
-        self._collections = {} if rows is None else rows.collections
-        self._held_updates = None if rows is None else rows.held
+        self._updates = rows
         self._table_rate = config.table_learning_rate or config.learning_rate
-        # By the names of their parameters.
-        self._tables = {
-            f"{path}.{name}".removeprefix("."): parameter
-            for path, collection in self._collections.items()
-            for name, parameter in collection.named_parameters()
-        }
-        updated = {f"{path}.{name}".removeprefix(".") for path in self._heads for name in ("weight", "bias")} | set(self._tables)
+        updated = {f"{path}.{name}".removeprefix(".") for path in self._heads for name in ("weight", "bias")}
+        updated |= set() if rows is None else rows.names
         self.steps = 0
         self.norms: list[Tensor] = []
         self._config, self._total_steps, self._world_size = config, total_steps, world_size
@@ -183,8 +178,8 @@ class Optimizer:
         if self._fresh:
             for parameter in self._parameters:
                 parameter.grad = None
-            if self._held_updates is not None:
-                self._held_updates.drop()
+            if self._updates is not None:
+                self._updates.drop()
 
     def step(self) -> None:
         """Clip, update, and set the next step's rates. Nothing waits for a GPU."""
@@ -195,8 +190,8 @@ class Optimizer:
         clip_norm = self._config.gradient_clip_norm
         if clip_norm is not None:
             norm = _norm(self._replicated)
-            if self._held_updates is not None:
-                of_tables = self._held_updates.norm() if scale is None else self._held_updates.norm() * scale
+            if self._updates is not None:
+                of_tables = self._updates.norm() if scale is None else self._updates.norm() * scale
                 norm = torch.linalg.vector_norm(torch.stack([norm, of_tables.to(norm.dtype)]))
                 # As `clip_grads_with_norm_`; what is not finite changes no table.
                 factor = torch.where(torch.isfinite(norm), (clip_norm / (norm + 1e-6)).clamp(max=1.0), torch.nan)
@@ -209,20 +204,11 @@ class Optimizer:
             self.norms.append(norm)
         for optimizer, _ in self._optimizers:
             optimizer.step()
-        if self._held_updates is not None:
-            self._check_tables()
-            self._held_updates.step(scale)
+        if self._updates is not None:
+            self._updates.check()
+            self._updates.step(scale)
         self.steps += 1
         self._set_rates()
-
-    def _check_tables(self) -> None:
-        """Refuse a gradient that came to a table another way than by lookups and heads, and that nothing would apply."""
-        for name, parameter in self._tables.items():
-            if parameter.grad is not None:
-                raise TrainingError(
-                    f"task: {name} got a gradient beside those of lookups and heads, expected none where table_optimizer is "
-                    f"{self._config.table_optimizer}; read it through its collection's scored(), or take adamw"
-                )
 
     def _average(self) -> Tensor | None:
         """Make of the gradients there are those of the mean over the joint rows.
@@ -245,7 +231,8 @@ class Optimizer:
         for gradients, sums in ((replicated, 1 / self._world_size), (split, 1.0)):
             if gradients:
                 torch._foreach_div_(gradients, (total * sums).clamp(min=1e-30).to(gradients[0].dtype))
-        return 1 / total.clamp(min=1e-30).float()
+        # Those of sharded tables are means over the processes' losses, as the replicated ones are.
+        return self._world_size / total.clamp(min=1e-30).float()
 
     def _set_rates(self) -> None:
         config, steps = self._config, self.steps
@@ -257,9 +244,8 @@ class Optimizer:
         for optimizer, peak in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = peak * factor
-        for collection in self._collections.values():
-            for of_tables in collection.optimizers:
-                of_tables.learning_rate.fill_(self._table_rate * factor)
+        for of_tables in () if self._updates is None else self._updates.optimizers:
+            of_tables.learning_rate.fill_(self._table_rate * factor)
         for head in self._heads.values():
             assert head.optimizer is not None
             head.optimizer.learning_rate.fill_(head.optimizer.peak_learning_rate * factor)
@@ -287,14 +273,12 @@ class Optimizer:
         """Views of the states of tables that collections update, by what dense optimizers call them and by parameter."""
         found = {}
         missed = ["last_step"] if self._config.table_decay_missed_steps else []
-        for path, collection in self._collections.items():
-            parameters = {id(parameter): name for name, parameter in collection.named_parameters()}
-            for table, states in collection.optimizer_states().items():
-                name = f"{path}.{parameters[id(collection._modules_of_tables[table].weight)]}".removeprefix(".")
-                for key in (*_STATES[self._config.table_optimizer], *missed):
-                    state = states[_OF_COLLECTIONS[key]]
-                    # A number a row is `[rows, 1]` there.
-                    found[key, name] = state[:, None] if key == "sum" and state.dim() == 1 else state
+        of_tables = {} if self._updates is None else self._updates.states()
+        for name, states in of_tables.items():
+            for key in (*_STATES[self._config.table_optimizer], *missed):
+                state = states[_OF_COLLECTIONS[key]]
+                # A number a row is `[rows, 1]` there.
+                found[key, name] = state[:, None] if key == "sum" and state.dim() == 1 else state
         return found
 
     def owner_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:

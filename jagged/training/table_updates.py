@@ -12,7 +12,7 @@ from jagged.config.options import LoopOptions
 from jagged.models import NextItemTask, RankingModel, SASRec
 from jagged.modules import HeldUpdates, SampledCrossEntropyHead, replace_embeddings
 from jagged.modules.trained_tables import TrainedTables
-from jagged.ops import BagOptimizerKind
+from jagged.ops import BagOptimizer, BagOptimizerKind
 from jagged.ops.embedding_bag.optimizers import STATES
 from jagged.training.errors import TrainingError
 from jagged.training.optimizer import table_names
@@ -69,17 +69,24 @@ class RowUpdates:
     """A task's tables that are updated row by row.
 
     Attributes:
-        collections: by their paths.
         held: what holds their updates back until the trainer's step.
     """
 
-    def __init__(self, task: nn.Module, kind: BagOptimizerKind, options: dict[str, Any]) -> None:
+    def __init__(self, task: nn.Module, config: TrainerConfig) -> None:
         replace_embeddings(task)
-        self.collections = {path: part for path, part in task.named_modules() if isinstance(part, TrainedTables)}
-        for part in self.collections.values():
+        self._optimizer = config.table_optimizer
+        kind, options = KINDS[config.table_optimizer], row_options(config)
+        self._collections = {path: part for path, part in task.named_modules() if isinstance(part, TrainedTables)}
+        for part in self._collections.values():
             # What a loop before has left is nobody's.
             part.zero_grad()
             part.update_in_backward(kind, options)
+        # Made once: they are asked for in every step.
+        self._tables = {
+            f"{path}.{name}".removeprefix("."): parameter
+            for path, part in self._collections.items()
+            for name, parameter in part.named_parameters()
+        }
         self.held = HeldUpdates(task)
         head = getattr(task, "head", None)
         self._head = head if isinstance(head, SampledCrossEntropyHead) and not head.sparse else None
@@ -87,9 +94,53 @@ class RowUpdates:
             # A gradient of the rows that are scored, and of no others.
             self._head.sparse = True
 
+    @property
+    def names(self) -> set[str]:
+        """Of the parameters that are updated here."""
+        return set(self._tables)
+
+    @property
+    def optimizers(self) -> list[BagOptimizer]:
+        """Those of all collections."""
+        return [optimizer for part in self._collections.values() for optimizer in part.optimizers]
+
+    def check(self) -> None:
+        """Refuse a gradient that came to a table another way than by lookups and heads, and that nothing would apply.
+
+        Raises:
+            TrainingError: with the table.
+        """
+        for name, parameter in self._tables.items():
+            if parameter.grad is not None:
+                raise TrainingError(
+                    f"task: {name} got a gradient beside those of lookups and heads, expected none where table_optimizer is "
+                    f"{self._optimizer}; read it through its collection's scored(), or take adamw"
+                )
+
+    def states(self) -> dict[str, dict[str, Tensor]]:
+        """By the names of tables' parameters views of their states."""
+        found = {}
+        for path, part in self._collections.items():
+            parameters = {id(parameter): name for name, parameter in part.named_parameters()}
+            for table, states in part.optimizer_states().items():
+                found[f"{path}.{parameters[id(part._modules_of_tables[table].weight)]}".removeprefix(".")] = states
+        return found
+
+    def norm(self) -> Tensor:
+        """The L2 norm of the gradients that are held: `[]` float32."""
+        return self.held.norm()
+
+    def step(self, scale: Tensor | None) -> None:
+        """Update the rows by what is held."""
+        self.held.step(scale)
+
+    def drop(self) -> None:
+        """Forget what is held."""
+        self.held.drop()
+
     def end(self) -> None:
         """Give the tables back, to be trained by anybody: their parameters get gradients again."""
-        for part in self.collections.values():
+        for part in self._collections.values():
             part.stop_updating()
         if self._head is not None:
             self._head.sparse = False
@@ -115,9 +166,11 @@ def update_tables_in_backward(task: nn.Module, config: TrainerConfig, world_size
     if not updates_rows(task, config, world_size):
         if option is not None:
             found = f"{world_size} processes" if updates_rows(task, config, 1) else f"a {type(task).__name__}"
+            # Each process then has rows of its own.
+            shared = "share tables by table_plan, or " if world_size > 1 and not isinstance(task, NextItemTask) else ""
             raise TrainingError(
                 f"{option}: {getattr(config, option)} updates rows of SASRec's and RankingModel's tables in one process, "
-                f"got {found}; {_cure(option)}"
+                f"got {found}; {shared}{_cure(option)}"
             )
         return None
     if not all(task.get_parameter(name).requires_grad for name in table_names(task)):
@@ -126,14 +179,15 @@ def update_tables_in_backward(task: nn.Module, config: TrainerConfig, world_size
                 f"{option}: {getattr(config, option)} updates tables that all learn, got some that are frozen; {_cure(option)}"
             )
         return None
-    return RowUpdates(task, kind, _options(config))
+    return RowUpdates(task, config)
 
 
 def _cure(option: str) -> str:
     return "take adagrad, rowwise-adagrad, sgd or adamw" if option == "table_optimizer" else "leave it out"
 
 
-def _options(config: TrainerConfig) -> dict[str, Any]:
+def row_options(config: TrainerConfig) -> dict[str, Any]:
+    """The options of the optimizer of tables that are updated row by row."""
     options: dict[str, Any] = {
         "learning_rate": config.table_learning_rate or config.learning_rate,
         "max_norm": config.table_max_norm,

@@ -182,7 +182,7 @@ class Trainer:
                 loop = Loop(config, engine, pair, state, wish, display, self.callbacks, best, valid_note)
                 loop.fit()
                 metrics = loop.test(parts.get("test"))
-            with engine.whole_task() as whole:
+            with engine.whole_task(ends=True) as whole:
                 if processes.is_first:
                     if write is None:
                         save_task(whole, directory, config=config, metrics=metrics.to_json(), history=state.history)

@@ -10,6 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.types import ShardingPlan
 from torchrec.fx import Tracer
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
@@ -20,10 +23,13 @@ from jagged.modules import (
     HeldUpdates,
     SampledCrossEntropyHead,
     ScheduledEmbeddingBagCollection,
+    ScheduledEmbeddingBagCollectionSharder,
     ScheduledEmbeddingCollection,
+    ScheduledEmbeddingCollectionSharder,
     UniformSampler,
     share_tables,
 )
+from jagged.training.processes import process_group
 from tests.places import PLACE, Place
 
 ITEMS, WIDTH = 11, 8
@@ -330,3 +336,43 @@ def test_given_back_tables_have_gradients(place: Place, kind: str) -> None:
     model(*batch(0)).backward()
     assert weight.grad is None
     assert not torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("is_pooled", [True, False], ids=["bags", "rows"])
+@pytest.mark.parametrize("kind", ["sgd", "rowwise_adam"])
+def test_shards_are_held_as_whole_tables_are(kind: str, is_pooled: bool) -> None:
+    """In a group of one process: several are in tests/training/test_table_plan.py."""
+    with process_group(torch.device("cpu")):
+        made: Any = ScheduledEmbeddingBagCollection if is_pooled else ScheduledEmbeddingCollection
+        sharder: Any = (ScheduledEmbeddingBagCollectionSharder if is_pooled else ScheduledEmbeddingCollectionSharder)()
+        configs: Any = EmbeddingBagConfig if is_pooled else EmbeddingConfig
+        sizes = (("item", 7), ("user", 5))
+        tables = [configs(name=of, embedding_dim=4, num_embeddings=rows, feature_names=[of]) for of, rows in sizes]
+        whole = nn.ModuleDict({"tables": made(tables, **options(kind))})
+        types = {"item": row_wise(), "user": table_wise(rank=0)}
+        plan = construct_module_sharding_plan(whole["tables"], types, sharder, local_size=1, world_size=1, device_type="cpu")
+        sharded = DistributedModelParallel(copy.deepcopy(whole), plan=ShardingPlan({"tables": plan}), sharders=[sharder])
+        found = []
+        for model in (whole["tables"], sharded.module["tables"]):
+            held = HeldUpdates(model)
+            for ids in ([0, 6, 6, 1, 4], [2, 6, 3, 0, 0]):
+                features = KeyedJaggedTensor(["item", "user"], torch.tensor(ids), lengths=torch.tensor([1, 2, 2, 0]))
+                output = model(features)
+                parts = [output.values()] if is_pooled else [output[name].values() for name in ("item", "user")]
+                sum(part.square().sum() for part in parts).backward()
+            norm = held.norm()
+            assert held.step(scale=0.5 / norm)
+            if model is whole["tables"]:
+                states = model.optimizer_states()
+                weights = {name: model._modules_of_tables[name].weight for name in states}
+            else:
+                states = {of.table: of.states for of in model.shards()}
+                weights = {of.table: of.weight for of in model.shards()}
+            found.append((norm, states, weights))
+        (norm, states, weights), (of_shards, states_of_shards, weights_of_shards) = found
+        torch.testing.assert_close(of_shards, norm)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weights_of_shards[name], weight.detach())
+            for key, state in states[name].items():
+                torch.testing.assert_close(states_of_shards[name][key], state, msg=f"{name} {key}")
+            assert states[name]["step"] == 1

@@ -5,6 +5,7 @@ Usage: `python -m tests.runs.label_processes DIRECTORY`; prints JSON.
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from safetensors.torch import load_file
 
 import jagged
 from jagged.data import DataError, write_xmc
@@ -22,6 +24,7 @@ from jagged.runs.labels.rows import LabelRows
 from jagged.training import TrainingError
 from tests.processes import fork
 from tests.runs.test_label_runs import ROWS, TEST, config_of, named
+from tests.training.two_processes import distance
 
 
 def main(root: Path) -> dict[str, Any]:
@@ -34,6 +37,12 @@ def main(root: Path) -> dict[str, Any]:
         data = {"path": str(root / "train.txt"), "test": str(root / "test.txt"), **names}
         training = {"batch_size": 50 // count, "max_epochs": 6}
         jagged.train(config_of(root / f"by {count}", data=data, training=training), progress=False)
+
+    def train_by_plan(plan: str) -> None:
+        data = {"path": str(root / "train.txt"), "test": str(root / "test.txt")}
+        training = {"batch_size": 25, "max_epochs": 2, "table_optimizer": "adagrad", "table_plan": plan}
+        expected = jagged.train(config_of(root / plan, data=data, training=training), progress=False).forecast
+        (root / f"{plan}.{torch.distributed.get_rank()}").write_text(json.dumps([expected.parameters, expected.elsewhere]))
 
     def refused() -> None:
         try:
@@ -59,13 +68,19 @@ def main(root: Path) -> dict[str, Any]:
     on_text = LabelRun.open(root / "text")
     fork(lambda: train(1))
     fork(lambda: train(2), 2, root / "store-2")
+    for plan in ("replicated", "row-wise"):
+        fork(functools.partial(train_by_plan, plan), 2, root / f"store-{plan}")
     fork(refused, 2, root / "store-refused")
     fork(refused_sgd, 2, root / "store-sgd")
     folders = [root / f"by {count}" for count in (1, 2)]
     run = LabelRun.open(folders[1])
+    weights = [load_file(root / plan / "model.safetensors") for plan in ("replicated", "row-wise")]
     again = evaluate_labels(run, batch_size=17, progress=False).metrics["labels"]
     return {
         "again": dict(again),
+        "distance": distance(*weights),
+        "table": next(of.nbytes for name, of in weights[0].items() if "embedding_bags" in name),
+        "forecasts": [json.loads((root / f"row-wise.{rank}").read_text()) for rank in (0, 1)],
         "names": None if run.label_names is None else run.label_names.to_pylist(),
         "texts": None if on_text.label_names is None else on_text.label_names.to_pylist(),
         "expected_texts": list(dict.fromkeys(text for row in texts for text in row)),

@@ -889,3 +889,6 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
     assert first == second == "ROOT/nothing.txt: " + first.partition(": ")[2]
     assert told["sgd"] == ["head: optimizer=sgd trains in one process; start one, or take optimizer=adamw"] * 2
     assert told["fingerprints"][0] == told["fingerprints"][1]
+    # Each process with rows of the table, and with all of them; a step is 1e-3.
+    assert told["distance"] < 1e-5
+    assert [elsewhere for _, elsewhere in told["forecasts"]] == [told["table"] // 2] * 2

@@ -183,7 +183,8 @@ class Watched(Callback):
         forward, load, watched = kind.forward, Engine.load_state_tensors, self  # type: ignore[attr-defined]
 
         def forward_and_keep(self: Any, batch: Any) -> Any:
-            if self.training:
+            # The pipeline of sharded tables traces it first.
+            if self.training and not isinstance(batch, torch.fx.Proxy):
                 watched.ids += ids(batch).tolist()
             return forward(self, batch)
 
