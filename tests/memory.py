@@ -91,6 +91,8 @@ class Flat:
         gc.collect()
         if self.on_gpu:
             torch.cuda.synchronize()
+            # Segments that one step took because the backward's thread let go a moment later than in the others.
+            torch.cuda.empty_cache()
             return [torch.cuda.memory_allocated(), torch.cuda.memory_reserved()]
         # What is free goes back to the operating system, where the C library can.
         if hasattr(trim := ctypes.CDLL(None), "malloc_trim"):

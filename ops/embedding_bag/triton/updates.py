@@ -165,7 +165,8 @@ def apply_sums(
         sums = tl.where(mask, sums, 0.0)
         if is_by_square(KIND):
             square = sum_of_squares(sums, lanes) / width
-            state = state + square if KIND == "rowwise_adagrad" else beta2 * state + rest2 * square
+            # Said how it is rounded, so that states of any dtype have the same update.
+            state = state + square if KIND == "rowwise_adagrad" else tl.fma(state, beta2 + tl.zeros_like(state), rest2 * square)
         new = updated(
             sums, state, old, first, second, last_step, element, row, corrections, rate,
             (eps, beta1, beta2, weight_decay, rest1, rest2, max_norm), mask, is_stored, lanes, KIND, IS_DECOUPLED,
