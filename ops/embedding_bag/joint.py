@@ -214,7 +214,14 @@ class JointUpdate:
             return is_step
         # Ids that no table has: nothing is read and nothing changes.
         ids = torch.where(is_step, x.indices, -1) if is_step.is_cuda else x.indices
-        x = x._replace(grad=x.grad if scale is None else x.grad * scale, indices=ids)
+        x = x._replace(indices=ids)
+        if scale is not None and call.layout.has_means:
+            # Whose lookups have no factors of their own.
+            x = x._replace(grad=x.grad * scale)
+        elif scale is not None:
+            # Of each lookup: the gradients may be as many as the table has numbers, and stay as they are.
+            factors = scale.float().expand(ids.shape).contiguous()
+            x = x._replace(per_sample_weights=factors if x.per_sample_weights is None else x.per_sample_weights * scale)
         self._update(call._replace(lookups=x), is_step)
         return is_step
 
