@@ -18,6 +18,7 @@ from jagged.data.negatives import Drawing
 from jagged.evaluation import item_table, takes_times
 from jagged.models import NextItemTask
 from jagged.modules import MixedSampler, SampledCrossEntropyHead
+from jagged.ops.sampled_cross_entropy.api import MOST_GATHERED
 from jagged.scoring import DEFAULT_MAX_BYTES
 from jagged.training.display import memory_in_use
 from jagged.training.graphs import graphs_serve
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 # A probe of this many samples has every tensor of a step, and costs next to nothing.
 _PROBE_SAMPLES = 8
+# Of an item that a row scores, where the gradient is in factors: its number and factor, both again among those of lookups, and
+# sorted.
+_PAIR_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -131,8 +135,7 @@ def forecast(
     by_rows = updates_rows(task, config.training, world_size) and table.requires_grad
     gradients, states = sum(sizes) + max(sizes) * (2 if graphs else 1), 2 * sum(sizes)
     if by_rows:
-        scored = min(len(table), _scored_rows(task, most))
-        gradients = sum(sizes) - table.nbytes + 3 * int(4 * table.shape[1] * (scored + most))
+        gradients = sum(sizes) - table.nbytes + int(_row_bytes(task, table, most))
     if config.training.table_optimizer != "adamw":
         states += state_bytes(config.training, table) // world_size - 2 * (table.nbytes - others.nbytes)
     scored = min(len(table), _scored_rows(task, most)) if isinstance(task.head, SampledCrossEntropyHead) else 0
@@ -267,6 +270,16 @@ class _Weights:
             checkpoint=2 * whole + sum(state_bytes(options, table) for table in wholes) if writes else 0,
             whole=whole,
         )
+
+
+def _row_bytes(task: NextItemTask, table: Tensor, tokens: float) -> float:
+    """What gradients of the rows that a step looks up and scores take until the rows are updated, or more."""
+    row, scored = 3 * 4 * table.shape[1], _scored_rows(task, tokens)
+    sampler = getattr(task.head, "sampler", None)
+    if getattr(sampler, "rows_per_draw", None) == 1 and scored <= MOST_GATHERED * len(table):
+        # In factors, with the hidden states.
+        return row * 2 * tokens + _PAIR_BYTES * scored
+    return row * (min(len(table), scored) + tokens)
 
 
 def _scored_rows(task: NextItemTask, tokens: float) -> float:

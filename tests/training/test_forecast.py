@@ -67,6 +67,21 @@ print(json.dumps({"peak": f.peak, "present": f.present, "measured": peak_residen
             "evaluation.eval_batch_size": 64,
             "processes": 1,
         },
+        # Each row draws its own, so few that the table's gradient is in factors.
+        {
+            "num_users": 50,
+            "num_items": 20_000,
+            "model.embedding_dim": 512,
+            "model.num_heads": 8,
+            "training.batch_size": 4,
+            "training.table_optimizer": "rowwise-adagrad",
+            "head.type": "sampled",
+            "head.num_negatives": 64,
+            "head.negatives_per": "row",
+            "model.num_layers": 1,
+            "evaluation.eval_batch_size": 64,
+            "processes": 1,
+        },
         # A larger table in two halves.
         {
             "num_users": 60,
@@ -90,7 +105,7 @@ print(json.dumps({"peak": f.peak, "present": f.present, "measured": peak_residen
             "processes": 1,
         },
     ],
-    ids=["table", "table by rows", "split table", "activations"],
+    ids=["table", "table by rows", "table in factors", "split table", "activations"],
 )
 def test_memory_is_forecast_within_a_factor(tmp_path: Path, options: dict[str, int]) -> None:
     running = [
