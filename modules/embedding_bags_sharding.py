@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import functools
 import operator
 from itertools import accumulate
@@ -250,7 +250,10 @@ class ShardedScheduledEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagC
     def _create_output_dist(self) -> None:
         super()._create_output_dist()
         for place, (sharding, sharding_type) in enumerate(zip(self._embedding_shardings, self._sharding_types, strict=True)):
-            if sharding_type not in (ROW_WISE, *ROWS_OF_HOSTS) or dist.get_backend(sharding._pg) == "nccl":
+            if sharding_type not in (ROW_WISE, *ROWS_OF_HOSTS):
+                continue
+            if dist.get_backend(sharding._pg) == "nccl" and not self._is_varied:
+                # It has a reduce-scatter. Of batches of several sizes each backend exchanges parts, which are as many bytes.
                 continue
             if sharding_type == ROW_WISE:
                 self._output_dists[place] = _ExchangedSums(sharding, self._device)
@@ -409,7 +412,7 @@ def _of_samples(features: KeyedJaggedTensor, rows: dict[str, Tensor]) -> KeyedJa
 
 
 class _ExchangedSums(TwPooledEmbeddingDist):  # type: ignore[misc]
-    """Sums of the processes' parts where there is no reduce-scatter of batches of several sizes, as with gloo."""
+    """Sums of the processes' parts without a reduce-scatter: of batches of several sizes, and with gloo of all."""
 
     def __init__(self, sharding: EmbeddingSharding, device: torch.device) -> None:
         self._processes, self._width = sharding._world_size, sum(sharding.embedding_dims())
@@ -422,7 +425,8 @@ class _ExchangedSums(TwPooledEmbeddingDist):  # type: ignore[misc]
         if is_varied:
             # Every process has a part of every feature.
             sizes = sharding_ctx.batch_size_per_feature_pre_a2a * self._processes
-            sharding_ctx = dataclasses.replace(sharding_ctx, batch_size_per_feature_pre_a2a=sizes)
+            sharding_ctx = copy.copy(sharding_ctx)
+            sharding_ctx.batch_size_per_feature_pre_a2a = sizes
         awaitable = super().forward(local_embs, sharding_ctx)
 
         def added(parts: Tensor) -> Tensor:
