@@ -48,19 +48,26 @@ SIZES = [sizes[:PROCESSES] for sizes in [(3, 4, 1, 2), (0, 5, 2, 1), (2, 2, 2, 2
 FEW_SAMPLES = (2, 3, 1, 4)[:PROCESSES]
 EMPTY = 2
 RATE, LATER_RATE = 0.1, 0.05
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 # What stands behind a kind's name: options by which its updates go by whole rows.
 WHOLE_ROWS = {"weight_decay": 0.25, "decay_missed_steps": True, "max_norm": 0.5}
 SGD: dict[str, Any] = {"optimizer": "sgd", "optimizer_options": {"learning_rate": RATE}}
 
 
+def num_gpus() -> int:
+    """GPUs of this machine, of which a process of pytest-xdist may see one alone (`tests/gpu_workers.py`)."""
+    return max(torch.cuda.device_count(), len([*Path("/dev").glob("nvidia[0-9]*")]) if IS_WORKER else 0)
+
+
 def run(program: str, backend: str, directory: Path, processes: int = 2, hosts: int = 1) -> list[dict[str, Any]]:
     """For each process what a program has found, by case."""
     sizes = {"PROCESSES": str(processes), "LOCAL_WORLD_SIZE": str(processes // hosts)}
+    seen = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES" or not IS_WORKER}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", program, str(directory), backend],
         cwd=ROOT,
-        env={**os.environ, **sizes, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"},
+        env={**seen, **sizes, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"},
         capture_output=True,
         text=True,
         timeout=1_700,

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from jagged.modules import ScheduledEmbeddingBagCollection, ScheduledEmbeddingBagCollectionSharder
-from tests.modules.sharding_processes import check, run
+from tests.modules.sharding_processes import check, num_gpus, run
 from tests.places import PLACE
 
 pytestmark = [
@@ -73,7 +72,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    if torch.cuda.device_count() < 2:
+    if num_gpus() < 2:
         pytest.skip("needs two GPUs")
     return run("tests.modules.bags_processes", "nccl", tmp_path_factory.mktemp("nccl"))
 
@@ -85,7 +84,7 @@ def hosts_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any
 
 @pytest.fixture(scope="module")
 def hosts_on_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    if torch.cuda.device_count() < 4:
+    if num_gpus() < 4:
         pytest.skip("needs four GPUs")
     return run("tests.modules.bags_processes", "nccl", tmp_path_factory.mktemp("nccl_hosts"), 4, 2)
 

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_configs import EmbeddingConfig
 
 from jagged.modules import ScheduledEmbeddingCollection, ScheduledEmbeddingCollectionSharder, share_tables
-from tests.modules.sharding_processes import check, run
+from tests.modules.sharding_processes import check, num_gpus, run
 from tests.places import PLACE
 
 pytestmark = [
@@ -51,7 +50,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    if torch.cuda.device_count() < 2:
+    if num_gpus() < 2:
         pytest.skip("needs two GPUs")
     return run("tests.modules.sequences_processes", "nccl", tmp_path_factory.mktemp("nccl"))
 
