@@ -18,7 +18,7 @@ from tests.places import PLACE, Place
 from tests.strategies import jagged_of, random_tensor
 
 LENGTHS = (3, 0, 20, 1)
-DIFFERENTIABLE = [name for name in FAMILIES if name not in ("catalogue_topk", "quantised_bags")]
+DIFFERENTIABLE = [name for name in FAMILIES if name not in ("catalogue_topk", "quantised_bags", "host_rows")]
 # The inputs of each operator that autocast casts, as the functions' docstrings say it.
 CAST = {
     "attention": ("q", "k", "v"),
@@ -158,8 +158,9 @@ def test_another_default_dtype_changes_nothing(place: Place, family: str) -> Non
         assert torch.equal(ours, before)
 
 
+# A table of a joint update, which sampled cross-entropy's part in factors is for, is in no transform; the rest has its own test.
 @ONCE
-@pytest.mark.parametrize("family", DIFFERENTIABLE)
+@pytest.mark.parametrize("family", [name for name in DIFFERENTIABLE if name != "sampled_cross_entropy"])
 def test_functional_gradients(place: Place, family: str) -> None:
     """`torch.func.grad` finds what autograd finds."""
     step = step_of(family)
