@@ -352,6 +352,16 @@ def _embedding(device: torch.device, backend: str) -> None:
         raise ValueError(f"pooled embeddings have shape {tuple(bags.values().shape)}, expected (2, 4)")
 
 
+def _host_rows(device: torch.device, backend: str) -> None:
+    table = torch.arange(8.0).view(4, 2)
+    table = table.pin_memory() if device.type == "cuda" else table
+    cached = torch.full((1, 2), -1.0, device=device)
+    slots, leaving, coming = (torch.tensor([line], device=device) for line in (0, 3, 1))
+    jagged.ops.exchange_rows(cached, table, slots, leaving, coming, backend=backend)
+    torch.testing.assert_close(cached.cpu(), torch.tensor([[2.0, 3.0]]))
+    torch.testing.assert_close(table[3], torch.tensor([-1.0, -1.0]))
+
+
 def _fbgemm(device: torch.device, backend: str) -> None:
     import fbgemm_gpu  # noqa: F401, registers the operators
 
@@ -373,6 +383,7 @@ _FAMILIES = {
     "sampled_cross_entropy": _sampled_cross_entropy,
     "catalogue_topk": _catalogue_topk,
     "embedding_bags": _embedding_bags,
+    "host_rows": _host_rows,
 }
 
 _CHECKS: dict[str, Callable[[], str]] = {
