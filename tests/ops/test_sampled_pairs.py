@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from jagged.ops import BagLayout, BagOptimizer, Draw, JointUpdate, sampled_linear_cross_entropy
 from jagged.ops.sampled_cross_entropy import pairs as pairs_module
@@ -179,3 +180,46 @@ def test_a_table_of_no_joint_update_has_a_sparse_gradient(place: Place) -> None:
     assert pairs_module.pairs_taker(tables.table()) is not None
     with torch.no_grad():
         assert pairs_module.pairs_taker(tables.table()) is None
+
+
+def test_two_heads_over_one_table(place: Place, unchecked: None) -> None:
+    """One hands factors over, one a dense gradient, a third rows of a shared draw: one update by the sum of all."""
+    hidden, weight = inputs_of(6, ITEMS, WIDTH, torch.float32, 3)
+    target = targets_of(6, ITEMS, 5)
+    own, shared = (Draw("uniform", 4, torch.tensor([seed], device=place.device), per) for seed, per in ((3, 1), (4, None)))
+
+    def loss_of(table: Tensor, sparse: bool) -> Tensor:
+        first = sampled_linear_cross_entropy(hidden, table, target, own, sparse=sparse, backend=place.backend)
+        second = sampled_linear_cross_entropy(hidden, table, target, shared, backend=place.backend)
+        return first + second + (hidden @ table.T).logsumexp(1).mean()
+
+    dense = weight.clone().requires_grad_()
+    loss_of(dense, False).backward()
+    assert dense.grad is not None
+    tables = tables_of(weight, "rowwise_adagrad", eps=1e-8)
+    loss_of(tables.table(backend=place.backend), True).backward()
+    torch.testing.assert_close(tables.optimizer.first, dense.grad.square().mean(1), rtol=1e-4, atol=1e-9)
+    assert int(tables.optimizer.step) == 1
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_under_checkpointing(place: Place, unchecked: None, use_reentrant: bool) -> None:
+    """The loss that is computed again hands over once; the reentrant kind, whose calls of backward are several, is refused."""
+    hidden, weight = inputs_of(6, ITEMS, WIDTH, torch.float32, 3)
+    target, draw = targets_of(6, ITEMS, 5), Draw("uniform", 4, torch.tensor([3], device=place.device), 1)
+    moved = []
+    for is_again in (False, True):
+        tables, rows = tables_of(weight), hidden.clone().requires_grad_()
+
+        def loss_of(rows: Tensor, tables: JointUpdate = tables) -> Tensor:
+            table = tables.table(backend=place.backend)
+            return sampled_linear_cross_entropy(rows, table, target, draw, sparse=True, backend=place.backend)
+
+        if is_again and use_reentrant:
+            with pytest.raises(RuntimeError, match="cannot be told when reentrant checkpointing is done"):
+                checkpoint(loss_of, rows, use_reentrant=True).backward()
+            assert torch.equal(rows_of(tables), weight)
+            return
+        (checkpoint(loss_of, rows, use_reentrant=False) if is_again else loss_of(rows)).backward()
+        moved.append(rows_of(tables))
+    assert torch.equal(*moved)
