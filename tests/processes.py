@@ -26,6 +26,8 @@ def fork(work: Callable[[], None], count: int = 1, store: Path | None = None) ->
             try:
                 if store is not None:
                     dist.init_process_group("gloo", store=dist.FileStore(str(store), count), rank=rank, world_size=count)
+                    # A process that is refused at once may end before its siblings have connected.
+                    dist.barrier()
                 work()
                 assert dist.is_initialized() == (store is not None)
                 if store is not None:
