@@ -169,18 +169,32 @@ class _OwnRows(torch.autograd.Function):
         return everyones, None, None
 
 
-class _NoSamples(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):  # type: ignore[misc]
-    """The pooled embeddings of no samples, from rows of batches of several sizes, which FBGEMM's kernel does not select."""
+def _fbgemm_selects(samples: int, widths: list[int], device: torch.device) -> bool:
+    """Whether FBGEMM's kernel gives samples their rows: not where there are none; on a GPU it reads four numbers at a time."""
+    return samples > 0 and (device.type == "cpu" or not any(width % 4 for width in widths))
+
+
+class _OfSamples(LazyGetItemMixin[str, Tensor], LazyAwaitable[KeyedTensor]):  # type: ignore[misc]
+    """The pooled embeddings of samples, from rows of batches of several sizes, where FBGEMM's kernel does not select them."""
 
     def __init__(self, rows: VariableBatchEmbeddingBagCollectionAwaitable) -> None:
         super().__init__()
         self._rows = rows
 
     def _wait_impl(self) -> KeyedTensor:
-        widths = self._rows._embedding_dims
-        # Of the rows, so that the backward pass sends what other processes wait for.
-        values = torch.cat([rows.wait() for rows in self._rows._awaitables])[:0].view(0, sum(widths))
-        return KeyedTensor(self._rows._embedding_names, widths, values)
+        rows = self._rows
+        sizes, widths = rows._batch_size_per_feature_pre_a2a, rows._uncombined_embedding_dims
+        flat = torch.cat([part.wait() for part in rows._awaitables])
+        _, inverse = rows._inverse_indices
+        order = rows._inverse_indices_permute_indices
+        of_features = (inverse if order is None else inverse[order]).view(len(widths), -1)
+        parts = flat.split(list(map(operator.mul, sizes, widths)))
+        # Also of no samples: the backward pass sends what other processes wait for.
+        of_samples = [part.view(-1, width)[of] for part, width, of in zip(parts, widths, of_features, strict=True)]
+        for resized in getattr(rows, "_resize_awaitables", None) or ():
+            resized.wait()
+        values = rows._permute_op(torch.cat(of_samples, 1))
+        return KeyedTensor(rows._embedding_names, rows._embedding_dims, values)
 
 
 class ShardedScheduledEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagCollection):  # type: ignore[misc]
@@ -370,8 +384,10 @@ class ShardedScheduledEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagC
     ) -> LazyAwaitable[KeyedTensor]:
         """The features in the order of the tables, means divided."""
         names, widths, dtype = self._output
-        if ctx.variable_batch_per_feature and not ctx.inverse_indices[1].numel():
-            awaitable = _NoSamples(awaitable)
+        if ctx.variable_batch_per_feature:
+            samples, parts = ctx.inverse_indices[1].shape[-1], awaitable._uncombined_embedding_dims
+            if not _fbgemm_selects(samples, parts, self._device):
+                awaitable = _OfSamples(awaitable)
 
         def finished(pooled: KeyedTensor) -> KeyedTensor:
             values = pooled.values()

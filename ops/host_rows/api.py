@@ -57,8 +57,6 @@ def exchange_rows(
         )
     if not table.is_cpu:
         raise ValueError(f"table: expected rows in the host's memory, got {table.device}")
-    if cached.is_cuda and not table.is_pinned():
-        raise ValueError("table: expected pinned memory, which a GPU reads, got pageable; pass table.pin_memory()")
     for name, tensor in (("slots", slots), ("leaving", leaving), ("coming", coming)):
         check_tensor(name, tensor, "[N]", NUMBERS)
         if tensor.shape != slots.shape:

@@ -47,6 +47,9 @@ _launch_exchange_rows = Launcher(exchange_rows_kernel)
 
 def exchange(x: Inputs, o: Options) -> Nothing:
     """Launch `exchange_rows_kernel`."""
+    # Here, as a compiler has no answer while it traces.
+    if x.cached.is_cuda and not x.table.is_pinned():
+        raise ValueError("table: expected pinned memory, which a GPU reads, got pageable; pass table.pin_memory()")
     width, count = x.cached.shape[1], x.slots.shape[0]
     columns = min(next_power_of_2(width), MOST_COLUMNS)
     rows = max(1, min(TILE_BYTES // x.cached.element_size() // columns, MOST_ROWS))

@@ -36,7 +36,12 @@ from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from jagged.modules import ScheduledEmbeddingBagCollection, ScheduledEmbeddingBagCollectionSharder, embedding_bags_shards
+from jagged.modules import (
+    ScheduledEmbeddingBagCollection,
+    ScheduledEmbeddingBagCollectionSharder,
+    embedding_bags_sharding,
+    embedding_bags_shards,
+)
 from tests.modules.sharding_processes import (
     CALLS,
     EMPTY,
@@ -242,6 +247,12 @@ def column_rows(plan: Callable[..., ParameterSharding]) -> dict[str, float]:
         "table": apart(table, halves.embedding_bags[own].weight[rows]),
         "state": apart(found, embedding_bags_shards.optimizers_of(halves).states[own]["first"][rows]),
     }
+
+
+def selected_by_us() -> dict[str, float]:
+    """Rows of samples by PyTorch, as on a GPU where FBGEMM's kernel does not fit the widths."""
+    with mock.patch.object(embedding_bags_sharding, "_fbgemm_selects", return_value=False):
+        return training(MIXED, "adagrad", varied=[ALL])
 
 
 def reduce_scattered(plan: list[Any]) -> dict[str, float]:
@@ -494,6 +505,7 @@ def cases(directory: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     for name, varied in {"of one process first": [(1,), (0,), (), ALL], "later": [(), ALL, (0,)]}.items():
         for optimizer in (None, "adagrad"):
             made[f"sizes of features, {name}, {optimizer}"] = functools.partial(training, MIXED, optimizer, varied=varied)
+    made["sizes of features, selected"] = selected_by_us
     made["sizes of features, pipelined"] = functools.partial(pipelined, MIXED, ALL)
     for optimizer in ("adagrad", "adam"):
         made[f"checkpoint, {optimizer}"] = functools.partial(checkpoint, optimizer, directory, MIXED, [*ONE.values()])

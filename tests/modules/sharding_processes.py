@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import functools
 import json
 import logging
@@ -60,11 +61,29 @@ def num_gpus() -> int:
     return max(torch.cuda.device_count(), len([*Path("/dev").glob("nvidia[0-9]*")]) if IS_WORKER else 0)
 
 
-def run(program: str, backend: str, directory: Path, processes: int = 2, hosts: int = 1) -> list[dict[str, Any]]:
-    """For each process what a program has found, by case."""
+def run(folders: pytest.TempPathFactory, program: str, backend: str, processes: int = 2, hosts: int = 1) -> list[dict[str, Any]]:
+    """For each process what a program has found, by case; of all processes of pytest-xdist one runs it."""
+    shared = folders.getbasetemp().parent if IS_WORKER else folders.getbasetemp()
+    directory = shared / f"{program}-{backend}-{processes}"
+    directory.mkdir(exist_ok=True)
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, output, errors = directory / "code", directory / "output", directory / "errors"
+        if not code.exists():
+            done = _ran(program, backend, directory, processes, hosts)
+            output.write_text(done.stdout)
+            errors.write_text(done.stderr)
+            code.write_text(str(done.returncode))
+    assert code.read_text() == "0", errors.read_text()[-4_000:]
+    result: list[dict[str, Any]] = json.loads(output.read_text().splitlines()[-1])
+    assert len(result) == processes
+    return result
+
+
+def _ran(program: str, backend: str, directory: Path, processes: int, hosts: int) -> subprocess.CompletedProcess[str]:
     sizes = {"PROCESSES": str(processes), "LOCAL_WORLD_SIZE": str(processes // hosts)}
     seen = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES" or not IS_WORKER}
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-W", "ignore", "-m", program, str(directory), backend],
         cwd=ROOT,
         env={**seen, **sizes, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"},
@@ -72,10 +91,6 @@ def run(program: str, backend: str, directory: Path, processes: int = 2, hosts: 
         text=True,
         timeout=1_700,
     )
-    assert done.returncode == 0, done.stderr[-4_000:]
-    result: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    assert len(result) == processes
-    return result
 
 
 def check(found: list[dict[str, Any]], name: str) -> None:

@@ -30,6 +30,7 @@ CASES += [f"sizes of features, {when}, {of}" for when in ("of one process first"
 CASES += [
     "one host, None",
     "one host, sizes of features",
+    "sizes of features, selected",
     "sizes of features, pipelined",
     "one_size",
     "checkpoint, adagrad",
@@ -67,26 +68,26 @@ HOSTS_ANYWHERE = ("hosts_on_cpu", pytest.param("hosts_on_gpus", marks=pytest.mar
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run("tests.modules.bags_processes", "gloo", tmp_path_factory.mktemp("gloo"))
+    return run(tmp_path_factory, "tests.modules.bags_processes", "gloo")
 
 
 @pytest.fixture(scope="module")
 def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     if num_gpus() < 2:
         pytest.skip("needs two GPUs")
-    return run("tests.modules.bags_processes", "nccl", tmp_path_factory.mktemp("nccl"))
+    return run(tmp_path_factory, "tests.modules.bags_processes", "nccl")
 
 
 @pytest.fixture(scope="module")
 def hosts_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run("tests.modules.bags_processes", "gloo", tmp_path_factory.mktemp("gloo_hosts"), 4, 2)
+    return run(tmp_path_factory, "tests.modules.bags_processes", "gloo", 4, 2)
 
 
 @pytest.fixture(scope="module")
 def hosts_on_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     if num_gpus() < 4:
         pytest.skip("needs four GPUs")
-    return run("tests.modules.bags_processes", "nccl", tmp_path_factory.mktemp("nccl_hosts"), 4, 2)
+    return run(tmp_path_factory, "tests.modules.bags_processes", "nccl", 4, 2)
 
 
 @pytest.fixture(params=ANYWHERE)

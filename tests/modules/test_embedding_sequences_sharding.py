@@ -45,14 +45,14 @@ CASES += [
 
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run("tests.modules.sequences_processes", "gloo", tmp_path_factory.mktemp("gloo"))
+    return run(tmp_path_factory, "tests.modules.sequences_processes", "gloo")
 
 
 @pytest.fixture(scope="module")
 def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     if num_gpus() < 2:
         pytest.skip("needs two GPUs")
-    return run("tests.modules.sequences_processes", "nccl", tmp_path_factory.mktemp("nccl"))
+    return run(tmp_path_factory, "tests.modules.sequences_processes", "nccl")
 
 
 @pytest.fixture(params=["on_cpu", pytest.param("on_gpus", marks=pytest.mark.gpu)])

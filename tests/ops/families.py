@@ -369,7 +369,9 @@ def host_rows(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
         ids = torch.arange(batch.total, device=PLACE.device) // 2
         slot_of_row = torch.full((batch.total + 1,), -1, dtype=torch.int32, device=PLACE.device)
         used, is_dirty = slot_of_row.clone(), torch.zeros_like(slot_of_row, dtype=torch.bool)
-        of_features = torch.tensor([[0, batch.total, 0, 0]], device=PLACE.device).expand(len(batch.offsets) - 1, 4)
+        # Filled on the device: a copy would wait for it.
+        of_features = torch.zeros(len(batch.offsets) - 1, 4, dtype=torch.int64, device=PLACE.device)
+        of_features[:, 1] = batch.total
         rows = ids.int()
         if batch.batch_size:
             rows, _, _ = claim_rows(
