@@ -57,9 +57,9 @@ def peak_resident_bytes() -> int:
 class Flat:
     """Runs steps whose shapes come back every `cycle` steps, and reads memory ten times, the first time after two tenths of them.
 
-    On a GPU, allocated bytes must not grow at all: one block kept in all the steps (512 bytes) is seen. Reserved bytes may grow by
-    two segments: where small tensors lie depends on when the backward's own thread let go. On the CPU the memory that the process
-    holds in RAM may grow by 2 MiB in all: 1.3 KiB a step over 2,000 steps are seen, 13 KiB over 200.
+    On a GPU, allocated bytes must not grow at all: one block kept in all the steps (512 bytes) is seen. Reserved bytes may grow
+    by two segments: where small tensors lie depends on when the backward's own thread let go. On the CPU the memory that the
+    process holds in RAM may grow by 2 MiB in all: 1.3 KiB a step over 2,000 steps are seen, 13 KiB over 200.
     """
 
     def __init__(self, place: Place) -> None:

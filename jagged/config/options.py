@@ -206,6 +206,13 @@ class LoopOptions(Section):
         "numbers of the optimizer's states of embedding tables; sums of adagrad in bfloat16 stop growing",
         when={"table_optimizer": (*_ADAMS, *_LAMBS, *_ADAGRADS)},
     )
+    table_gradient_bytes: int | None = option(
+        None,
+        "most bytes of a whole table's gradient, which a head over all items makes; a larger one is made in slices, twice where "
+        "gradients are clipped; none for any",
+        when={"table_optimizer": (*_ADAMS, *_LAMBS, *_ADAGRADS, "sgd")},
+        ge=1,
+    )
     table_plan: Literal["replicated", "planned", "table-wise", "row-wise"] = option(
         "replicated",
         "embedding tables in several processes: all in each, or each row in one of them: as TorchRec's planner chooses, whole "

@@ -50,6 +50,7 @@ class Forecast:
         gradients: of the kept weights, and the second one that the item table has for a moment, from lookup and from scoring;
             with `graphs` a third. Where tables are updated row by row: of the rows that a step scores, once more while they are
             put together with those that it reads, and once as each row's sum.
+        slices: how often a step makes the item table's gradient, slice by slice; 0 where it is kept.
         optimizer: AdamW's two moments, and what tables have by `table_optimizer`.
         activations: of a step of the most tokens: 1.6 times what it keeps for its backward, measured on a probe of this model;
             the rest is for what the backward itself needs, and for gaps between freed blocks. With several processes also all
@@ -79,6 +80,7 @@ class Forecast:
     steps_per_epoch: int
     max_steps: int
     counted: tuple[str, str] = ("users", "events")
+    slices: int = 0
 
     @property
     def peak(self) -> int:
@@ -87,6 +89,11 @@ class Forecast:
         step, between = self.gradients + self.activations, self.parameters + max(self.checkpoint, self.evaluation)
         return max(self.present, steady + (step + between if self.graphs else max(step, between)))
 
+    @property
+    def _in_slices(self) -> str:
+        how_often = {0: "", 1: " (the item table's in slices)", 2: " (the item table's in slices, twice for their norm)"}
+        return how_often[self.slices]
+
     def __str__(self) -> str:
         where = "GPU memory" if self.device == "cuda" else "CPU memory (resident)"
         return "\n".join(
@@ -94,7 +101,8 @@ class Forecast:
                 f"forecast  {where}: peak about {_size(self.peak)}",
                 f"          in use now {_size(self.present)} (with {_size(self.parameters + self.elsewhere)} of weights), "
                 f"best weights {_size(self.parameters)}, "
-                f"optimizer {_size(self.optimizer)}, gradients {_size(self.gradients)}, activations {_size(self.activations)}, "
+                f"optimizer {_size(self.optimizer)}, gradients {_size(self.gradients)}{self._in_slices}, "
+                f"activations {_size(self.activations)}, "
                 f"a checkpoint being written {_size(self.checkpoint)}, evaluation up to {_size(self.evaluation)}",
                 f"          {self.steps_per_epoch:,} steps an epoch of about {self.samples:,.0f} {self.counted[0]} and "
                 f"{self.tokens:,.0f} {self.counted[1]}, at most {self.max_steps:,} steps",
@@ -135,7 +143,7 @@ def forecast(
     by_rows = updates_rows(task, config.training, world_size) and table.requires_grad
     gradients, states = sum(sizes) + max(sizes) * (2 if graphs else 1), 2 * sum(sizes)
     if by_rows:
-        gradients = sum(sizes) - table.nbytes + int(_row_bytes(task, table, most))
+        gradients = sum(sizes) - table.nbytes + int(_row_bytes(task, table, most, config.training.table_gradient_bytes))
     if config.training.table_optimizer != "adamw":
         states += state_bytes(config.training, table) // world_size - 2 * (table.nbytes - others.nbytes)
     scored = min(len(table), _scored_rows(task, most)) if isinstance(task.head, SampledCrossEntropyHead) else 0
@@ -157,7 +165,13 @@ def forecast(
         tokens=tokens,
         steps_per_epoch=steps,
         max_steps=steps * config.training.max_epochs,
+        slices=_times_in_slices(config.training, table) if by_rows else 0,
     )
+
+
+def _times_in_slices(options: LoopOptions, table: Tensor) -> int:
+    most = options.table_gradient_bytes
+    return 0 if most is None or most >= table.nbytes else 1 if options.gradient_clip_norm is None else 2
 
 
 def forecast_requests(
@@ -272,9 +286,12 @@ class _Weights:
         )
 
 
-def _row_bytes(task: NextItemTask, table: Tensor, tokens: float) -> float:
+def _row_bytes(task: NextItemTask, table: Tensor, tokens: float, most_bytes: int | None) -> float:
     """What gradients of the rows that a step looks up and scores take until the rows are updated, or more."""
     row, scored = 3 * 4 * table.shape[1], _scored_rows(task, tokens)
+    if most_bytes is not None:
+        # Of a slice, and of the rows that are read once more beside each.
+        return 3 * min(most_bytes, table.nbytes) + row * tokens
     sampler = getattr(task.head, "sampler", None)
     if getattr(sampler, "rows_per_draw", None) == 1 and scored <= MOST_GATHERED * len(table):
         # In factors, with the hidden states.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from jagged.config import TrainerConfig
 from jagged.config.options import LoopOptions
 from jagged.models import NextItemTask, RankingModel, SASRec
-from jagged.modules import HeldUpdates, SampledCrossEntropyHead, replace_embeddings
+from jagged.modules import CutCrossEntropyHead, HeldUpdates, SampledCrossEntropyHead, replace_embeddings
 from jagged.modules.trained_tables import TrainedTables
 from jagged.ops import BagOptimizer, BagOptimizerKind
 from jagged.ops.embedding_bag.optimizers import STATES
@@ -48,7 +48,11 @@ def of_rows_alone(config: LoopOptions) -> str | None:
         return "table_optimizer"
     if config.table_optimizer != "adamw" and config.table_weight_decay:
         return "table_weight_decay"
-    given = {"table_max_norm": config.table_max_norm is not None, "table_states": config.table_states != "float32"}
+    given = {
+        "table_max_norm": config.table_max_norm is not None,
+        "table_states": config.table_states != "float32",
+        "table_gradient_bytes": config.table_gradient_bytes is not None,
+    }
     return next((name for name, is_given in given.items() if is_given), None)
 
 
@@ -93,6 +97,12 @@ class RowUpdates:
         if self._head is not None:
             # A gradient of the rows that are scored, and of no others.
             self._head.sparse = True
+        self._whole = head if isinstance(head, CutCrossEntropyHead) else None
+        if self._whole is not None:
+            self._budget = self._whole.memory_budget
+            # Slices cost a second time where there is a norm to clip by, so that they are asked for.
+            largest = max(parameter.nbytes for parameter in self._tables.values())
+            self._whole.memory_budget = config.table_gradient_bytes or max(self._budget, largest)
 
     @property
     def names(self) -> set[str]:
@@ -144,6 +154,8 @@ class RowUpdates:
             part.stop_updating()
         if self._head is not None:
             self._head.sparse = False
+        if self._whole is not None:
+            self._whole.memory_budget = self._budget
 
 
 def update_tables_in_backward(task: nn.Module, config: TrainerConfig, world_size: int) -> RowUpdates | None:
@@ -179,6 +191,11 @@ def update_tables_in_backward(task: nn.Module, config: TrainerConfig, world_size
                 f"{option}: {getattr(config, option)} updates tables that all learn, got some that are frozen; {_cure(option)}"
             )
         return None
+    if config.table_gradient_bytes is not None and not isinstance(head := getattr(task, "head", None), CutCrossEntropyHead):
+        raise TrainingError(
+            f"table_gradient_bytes: {config.table_gradient_bytes} belongs to a head over all items, got "
+            f"{type(task if head is None else head).__name__}, of which no table has a whole gradient; leave it out"
+        )
     return RowUpdates(task, config)
 
 

@@ -20,6 +20,7 @@ from jagged.ops._shared.validation import (
     validation_is_on,
 )
 from jagged.ops.cross_entropy.norms import NORM_AT_LEAST, inverse_norms
+from jagged.ops.cross_entropy.slices import slices_taker, with_slices
 from jagged.ops.cross_entropy.spec import LINEAR_CROSS_ENTROPY, MEMORY_BUDGET, Inputs, Options
 from jagged.ops.cross_entropy.strategy import STRATEGIES, StrategyName
 
@@ -126,7 +127,9 @@ def linear_cross_entropy(
             fine-tune, not to train from scratch.
         strategy: `"fused"` backward kernels keep nothing but gradients, `"chunked"` ones a buffer for a chunk of items;
             `"auto"` picks the faster that fits `memory_budget`; `linear_cross_entropy_strategy` says which.
-        memory_budget: bytes that chunks may take beside the gradients; with less `"auto"` takes fused kernels.
+        memory_budget: bytes that chunks may take beside the gradients; with less `"auto"` takes fused kernels. Where weight is a
+            table of `JointUpdate`, and larger, no gradient of it is stored: its update computes slices of so many bytes, and
+            where it has to know a norm first computes them twice. A bias with a gradient keeps the table's whole.
         return_lse: also return the log-sum-exp of each row's logits; it is differentiable.
         return_target_logit: also return the logit of each row's target, 0 in ignored rows; it is differentiable.
         backend: `"torch"`, `"triton"`, or None to choose by device.
@@ -206,7 +209,11 @@ def linear_cross_entropy(
     options = Options(
         float(temperature), None if softcap is None else float(softcap), ignore_index, *pair, strategy, memory_budget
     )
-    lse, logit, smoothed = LINEAR_CROSS_ENTROPY(Inputs(hidden, weight, target, bias, item_scale, smoothing), options, backend)
+    x = Inputs(hidden, weight, target, bias, item_scale, smoothing)
+    if (take := slices_taker(x, options)) is None:
+        lse, logit, smoothed = LINEAR_CROSS_ENTROPY(x, options, backend)
+    else:
+        lse, logit, smoothed = with_slices(x, options, backend, take)
     losses: Tensor = lse
     less: Tensor | None = logit
     if of_target is not None:

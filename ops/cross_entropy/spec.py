@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -67,4 +68,59 @@ LINEAR_CROSS_ENTROPY = operator(
     triton="jagged.ops.cross_entropy.triton.launch:forward,backward",
     saved=(*Inputs._fields, "lse"),
     autocast=("hidden", "weight"),
+)
+
+
+class GradientInputs(NamedTuple):
+    """What the gradient of some items' weights is made of: log-sum-exps and gradients of what forward gave of rows, each `[N]`.
+
+    A target that is none of the items, and not ignored, is a row of which another item is the target.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    target: Tensor
+    lse: Tensor
+    grad_lse: Tensor | None = None
+    grad_target: Tensor | None = None
+    grad_smoothed: Tensor | None = None
+    bias: Tensor | None = None
+    item_scale: Tensor | None = None
+    smoothing: Tensor | None = None
+
+
+class GradientOptions(NamedTuple):
+    """Those of the loss."""
+
+    temperature: float
+    softcap: float | None
+    ignore_index: int
+    hidden_eps: float | None
+    weight_eps: float | None
+    strategy: str
+    memory_budget: int
+
+
+class Gradient(NamedTuple):
+    """Of the items' weights, `[V, D]`, at least float32."""
+
+    gradient: Tensor
+
+
+def gradient_by(backward: Callable[..., dict[str, Tensor]], x: GradientInputs, o: GradientOptions) -> Gradient:
+    """Return the weights' gradient by an implementation's backward pass."""
+    given = Inputs(x.hidden, x.weight, x.target, x.bias, x.item_scale, x.smoothing)
+    grads = Outputs._make((x.grad_lse, x.grad_target, x.grad_smoothed))
+    out = Outputs(x.lse, x.lse, x.lse)
+    return Gradient(backward(grads, given, out, Options(*o), {"weight": x.lse.dtype})["weight"])
+
+
+WEIGHT_GRADIENT = operator(
+    "linear_cross_entropy_weight_gradient",
+    GradientInputs,
+    GradientOptions,
+    Gradient,
+    shapes=lambda x, o: Gradient(torch.empty_like(x.weight, dtype=x.lse.dtype)),
+    torch="jagged.ops.cross_entropy.torch_impl:weight_gradient",
+    triton="jagged.ops.cross_entropy.triton.launch:weight_gradient",
 )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from jagged.ops.cross_entropy.norms import less_radial
-from jagged.ops.cross_entropy.spec import Inputs, Options, Outputs
+from jagged.ops.cross_entropy.spec import Gradient, GradientInputs, GradientOptions, Inputs, Options, Outputs, gradient_by
 
 # A tile of logits stays in the processor's cache between the passes over it.
 TILE_BYTES = 8 * 1024 * 1024
@@ -97,6 +97,11 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
     if "bias" in wanted:
         found["bias"] = grad_bias.to(wanted["bias"])
     return found
+
+
+def weight_gradient(x: GradientInputs, o: GradientOptions) -> Gradient:
+    """Return the gradient of the weights alone."""
+    return gradient_by(backward, x, o)
 
 
 def _items(x: Inputs, items: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from jagged.ops.embedding_bag.fields import BATCH, OfBatch
 from jagged.ops.embedding_bag.layout import BagLayout, as_real_tensors
 from jagged.ops.embedding_bag.optimizers import SQUARES, BagOptimizer, Rule
 from jagged.ops.embedding_bag.plans import BagSchedules
+from jagged.ops.embedding_bag.slices import Entries, Slices, Source, slices_of
 from jagged.ops.embedding_bag.spec import (
     CHANGED,
     EMBEDDING_BAGS,
@@ -90,10 +91,10 @@ class JointUpdate:
         self.weights, self.optimizer, self._check, self._done = weights.detach(), optimizer, check, done
         self._token: Tensor | None = None
         self._stream = 0
-        self._calls: list[_Call] = []
+        self._calls: list[_Call | Slices] = []
         self._backward = -1
         self.holds = False
-        self._held: list[_Call] = []
+        self._held: list[_Call | Slices] = []
         self._squares: Tensor | None = None
         self._is_captured = False
 
@@ -165,24 +166,25 @@ class JointUpdate:
         if not self._held:
             return torch.zeros((), device=self.weights.device)
         # For the next call, too, and for `step`.
-        self._held = [_as_one(self._held)]
-        ((_, x, counted_rows, backend),) = self._held
+        self._held = _joined_lookups(self._held)
         if self._squares is None:
             squares = torch.zeros(self.optimizer.layout.first_rows[-1], dtype=torch.float32, device=self.weights.device)
             unused, step, rate = squares[:0], self.optimizer.step, self.optimizer.learning_rate
             rule = Rule(SQUARES, 0.0, 0.0, 0.0, 0.0, False, True, None)
-            inputs = UpdateInputs._make((self.weights, squares, unused, None, step, rate, *x))
-            UPDATE(inputs, UpdateOptions._make((*rule, counted_rows)), backend)
+            for _, x, counted_rows, backend in self._parts(self._held):
+                inputs = UpdateInputs._make((self.weights, squares, unused, None, step, rate, *x))
+                UPDATE(inputs, UpdateOptions._make((*rule, counted_rows)), backend)
             self._squares = squares.sum(dtype=torch.float64)
         return self._squares.sqrt().float()
 
     def is_finite(self) -> Tensor:
         """Return whether all that is held is finite, and the norm that was asked for: `[]` bool on the device."""
-        held = [x for call in self._held for x in (call.lookups.grad, call.lookups.per_sample_weights) if x is not None]
+        lookups = [call.lookups for call in self._held if isinstance(call, _Call)]
+        held = [x for of in lookups for x in (of.grad, of.per_sample_weights) if x is not None]
         held += [] if self._squares is None else [self._squares]
-        if not held:
-            return torch.ones((), dtype=torch.bool, device=self.weights.device)
-        return torch.stack([torch.isfinite(x).all() for x in held]).all()
+        found = [torch.isfinite(x).all() for x in held]
+        found += [of.source.is_finite() for of in self._held if isinstance(of, Slices)]
+        return torch.stack(found).all() if found else torch.ones((), dtype=torch.bool, device=self.weights.device)
 
     def step(self, scale: Tensor | None = None) -> Tensor:
         """Update each row that the held gradients name, once, by their sum; nothing where none are held.
@@ -205,24 +207,12 @@ class JointUpdate:
                 "step: a CUDA graph keeps its gradients from call to call, but no replay hands them over; capture the step, too, "
                 "or take() them after the capture and give() them after each replay"
             )
-        is_step, call = self.is_finite(), _as_one(self._held)
+        is_step, calls = self.is_finite(), self._held
         if scale is not None:
             is_step = is_step & torch.isfinite(scale)
-        x = call.lookups
         self.drop()
-        if not is_step.is_cuda and not is_step:
-            return is_step
-        # Ids that no table has: nothing is read and nothing changes.
-        ids = torch.where(is_step, x.indices, -1) if is_step.is_cuda else x.indices
-        x = x._replace(indices=ids)
-        if scale is not None and call.layout.has_means:
-            # Whose lookups have no factors of their own.
-            x = x._replace(grad=x.grad * scale)
-        elif scale is not None:
-            # Of each lookup: the gradients may be as many as the table has numbers, and stay as they are.
-            factors = scale.float().expand(ids.shape).contiguous()
-            x = x._replace(per_sample_weights=factors if x.per_sample_weights is None else x.per_sample_weights * scale)
-        self._update(call._replace(lookups=x), is_step)
+        if is_step.is_cuda or is_step:
+            self._update(calls, is_step, scale)
         return is_step
 
     def take(self) -> list[Any]:
@@ -255,7 +245,7 @@ class JointUpdate:
         assert self._token is not None
         return self._token
 
-    def _hand_over(self, call: _Call) -> None:
+    def _hand_over(self, call: _Call | Slices) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._backward:
             # What another call of backward left was given up by an error, or nobody wanted it.
@@ -270,16 +260,46 @@ class JointUpdate:
             self._held = self._held + calls
             self._squares, self._is_captured = None, _is_capturing(self.weights)
             return
-        self._update(_as_one(calls))
+        self._update(calls)
 
-    def _update(self, call: _Call, is_step: Tensor | int = 1) -> None:
+    def _update(self, calls: list[_Call | Slices], is_step: Tensor | None = None, scale: Tensor | None = None) -> None:
         if self._check is not None:
             self._check()
-        of = self.optimizer
-        x = UpdateInputs._make((self.weights, of.first, of.second, of.last, of.step, of.learning_rate, *call.lookups))
-        update_rows(x, of.rule, call.counted_rows, call.backend, is_step)
+        of, steps = self.optimizer, 1 if is_step is None else is_step
+        for call in self._parts(calls):
+            x = _scaled(call, is_step, scale)
+            inputs = UpdateInputs._make((self.weights, of.first, of.second, of.last, of.step, of.learning_rate, *x))
+            update_rows(inputs, of.rule, call.counted_rows, call.backend, steps)
+            # Of one step.
+            steps = 0
         if self._done is not None:
             self._done()
+
+    def _parts(self, calls: list[_Call | Slices]) -> Iterator[_Call]:
+        """Yield what calls hand over, each row in one part alone; a slice of a table is made when it is asked for."""
+        joined = _joined_lookups(calls)
+        lookups, slices = [of for of in joined if isinstance(of, _Call)], [of for of in joined if isinstance(of, Slices)]
+        if not slices:
+            yield from lookups
+            return
+        if any(of.version != self.weights._version for of in slices):
+            raise RuntimeError(
+                "table: a gradient in slices needs the table as the loss read it, but it has changed since; update it once for "
+                "all losses, or raise their memory_budget"
+            )
+        entries = None
+        for call in lookups:
+            layout = _all_features((call.layout,))
+            entries = Entries(layout, _joined([call], layout))
+            if (others := entries.of_others([of.number for of in slices])) is not None:
+                yield call._replace(layout=entries.layout, lookups=others)
+        for part in slices_of(slices, self.optimizer.layout.rows):
+            ids = torch.arange(part.first, part.last, device=part.gradient.device)
+            ends = torch.arange(len(ids) + 1, device=ids.device)
+            call = _call_of_bags(self, part.number, slices[0].backend, part.gradient, ids, ends, None)
+            if entries is not None:
+                call = _as_one([call, _Call(entries.layout, entries.of_slice(part), None, call.backend)])
+            yield call
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_token": None, "_calls": [], "_backward": -1, "_held": [], "_squares": None}
@@ -340,8 +360,10 @@ class _Table(torch.autograd.Function):
         ctx.of, ctx.number, ctx.backend = of, number, backend
         ctx.set_materialize_grads(False)
         ctx.task = task = torch._C._current_graph_task_id()
-        # For losses that have the table's gradient in factors (`sampled_cross_entropy/pairs.py`).
+        # For losses that have the table's gradient in factors (`sampled_cross_entropy/pairs.py`), or slice by slice
+        # (`cross_entropy/slices.py`).
         ctx.take_pairs = functools.partial(_take_pairs, of, number, backend, task)
+        ctx.take_slices = functools.partial(_take_slices, of, number, backend, task, of.weights._version)
         # Not a view, of which autograd would want to know what becomes of the other tables.
         return of.optimizer.layout.views(of.weights)[number].detach()
 
@@ -357,7 +379,7 @@ class _Table(torch.autograd.Function):
         else:
             ids, rows = torch.arange(grad.shape[0], device=grad.device), grad
         ends = torch.arange(ids.shape[0] + 1, device=ids.device)
-        _hand_bags_over(of, ctx.number, ctx.backend, rows, ids, ends, None)
+        of._hand_over(_call_of_bags(of, ctx.number, ctx.backend, rows, ids, ends, None))
         return None, None, None, None
 
 
@@ -371,16 +393,38 @@ def _take_pairs(of: JointUpdate, number: int, backend: str | None, task: int, ro
         counts = ids >= 0
         ends = torch.cat([torch.zeros(1, dtype=torch.int64), counts.sum(1).cumsum(0)])
         ids, factors = ids[counts], factors[counts]
-    _hand_bags_over(of, number, backend, rows, ids.flatten(), ends, factors.flatten())
+    of._hand_over(_call_of_bags(of, number, backend, rows, ids.flatten(), ends, factors.flatten()))
 
 
-def _hand_bags_over(
+def _take_slices(of: JointUpdate, number: int, backend: str | None, task: int, version: int, source: Source) -> None:
+    """Take a gradient that is made slice by slice, by the table as it has been since `version`."""
+    _refuse_reentrant(task)
+    of._hand_over(Slices(number, version, backend, source))
+
+
+def _call_of_bags(
     of: JointUpdate, number: int, backend: str | None, rows: Tensor, ids: Tensor, offsets: Tensor, factors: Tensor | None
-) -> None:
-    """Hand gradients of one table over as a lookup's, whose bags have the gradients `rows`."""
+) -> _Call:
+    """Return gradients of one table as a lookup's, whose bags have the gradients `rows`."""
     layout = _alone(of.optimizer.layout, number)
     of_layout = layout.tensor(rows.device), None, layout.fields, None
-    of._hand_over(_Call(layout, WeightsInputs(rows.contiguous(), ids, offsets, factors, *of_layout), None, backend))
+    return _Call(layout, WeightsInputs(rows.contiguous(), ids, offsets, factors, *of_layout), None, backend)
+
+
+def _scaled(call: _Call, is_step: Tensor | None, scale: Tensor | None) -> WeightsInputs:
+    """Return lookups whose gradients are multiplied by `scale`; of a step that is none they read and change nothing."""
+    x = call.lookups
+    if is_step is not None and is_step.is_cuda:
+        # Ids that no table has.
+        x = x._replace(indices=torch.where(is_step, x.indices, -1))
+    if scale is None:
+        return x
+    if call.layout.has_means:
+        # Whose lookups have no factors of their own.
+        return x._replace(grad=x.grad * scale)
+    # Of each lookup: the gradients may be as many as the table has numbers, and stay as they are.
+    factors = scale.float().expand(x.indices.shape).contiguous()
+    return x._replace(per_sample_weights=factors if x.per_sample_weights is None else x.per_sample_weights * scale)
 
 
 def _refuse_reentrant(task: int) -> None:
@@ -394,6 +438,12 @@ def _refuse_reentrant(task: int) -> None:
 
 def _is_capturing(like: Tensor) -> bool:
     return like.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _joined_lookups(calls: list[_Call | Slices]) -> list[_Call | Slices]:
+    """Return all lookups as one, first, where there are any, and the slices as they are."""
+    lookups: list[_Call | Slices] = [_as_one(found)] if (found := [of for of in calls if isinstance(of, _Call)]) else []
+    return lookups + [of for of in calls if isinstance(of, Slices)]
 
 
 def _as_one(calls: list[_Call]) -> _Call:

@@ -34,7 +34,7 @@ own = {"output": sys.argv[2], "training.max_epochs": 1, "training.tensorboard": 
 result = train(TrainConfig.load(None, options | own), dataset, progress=False)
 f = result.forecast
 print(json.dumps({"peak": f.peak, "present": f.present, "measured": peak_resident_bytes(), "steps": result.steps,
-                  "forecast_steps": f.steps_per_epoch, "most": f.max_steps}))
+                  "forecast_steps": f.steps_per_epoch, "most": f.max_steps, "text": str(f)}))
 """
 
 
@@ -82,6 +82,20 @@ print(json.dumps({"peak": f.peak, "present": f.present, "measured": peak_residen
             "evaluation.eval_batch_size": 64,
             "processes": 1,
         },
+        # A head over all items, of whose gradient a tenth is made at a time.
+        {
+            "num_users": 50,
+            "num_items": 40_000,
+            "model.embedding_dim": 512,
+            "model.num_heads": 8,
+            "training.batch_size": 4,
+            "data.max_seq_len": 50,
+            "training.table_optimizer": "rowwise-adagrad",
+            "training.table_gradient_bytes": 8_192_000,
+            "model.num_layers": 1,
+            "evaluation.eval_batch_size": 64,
+            "processes": 1,
+        },
         # A larger table in two halves.
         {
             "num_users": 60,
@@ -105,7 +119,7 @@ print(json.dumps({"peak": f.peak, "present": f.present, "measured": peak_residen
             "processes": 1,
         },
     ],
-    ids=["table", "table by rows", "table in factors", "split table", "activations"],
+    ids=["table", "table by rows", "table in factors", "table in slices", "split table", "activations"],
 )
 def test_memory_is_forecast_within_a_factor(tmp_path: Path, options: dict[str, int]) -> None:
     running = [
@@ -124,6 +138,8 @@ def test_memory_is_forecast_within_a_factor(tmp_path: Path, options: dict[str, i
         assert process.returncode == 0, errors[-4_000:]
         found = json.loads(found_json)
         assert found["steps"] == found["forecast_steps"] == found["most"]
+        in_slices = " (the item table's in slices, twice for their norm), activations"
+        assert (in_slices in found["text"]) == ("training.table_gradient_bytes" in options)
         # What training adds to the process: forecast and measured within a factor of 1.6 of one another.
         added, forecast = found["measured"] - found["present"], found["peak"] - found["present"]
         assert added > 100 * 2**20, f"{added} bytes are too few to compare"

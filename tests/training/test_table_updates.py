@@ -26,6 +26,7 @@ from jagged.modules import (
     UniformSampler,
 )
 from jagged.modules.trained_tables import TrainedTables
+from jagged.ops.cross_entropy.slices import WeightSlices
 from jagged.training import Trainer, TrainingError
 from jagged.training.engine import Engine
 from jagged.training.processes import Processes, process_group
@@ -138,6 +139,35 @@ def test_a_head_that_names_all_items(processes: Processes, monkeypatch: pytest.M
         assert (is_by_rows(by_rows), is_by_rows(dense)) == (True, False)
         assert trained(by_rows) == pytest.approx(trained(dense), rel=1e-4)
         check_equal(by_rows.state_tensors(), dense.state_tensors())
+
+
+@pytest.mark.parametrize("options", [{"gradient_clip_norm": 0.05}, {"gradient_clip_norm": None}, {"accumulate": 3}])
+@pytest.mark.parametrize("kind", [*KINDS, "sparse-adamw"])
+def test_a_whole_gradient_in_slices(processes: Processes, kind: str, options: dict[str, Any]) -> None:
+    """The same weights, states and norms; no gradient of the table, and the head is given back as it was."""
+    whole = Engine(task_of("all"), config(kind, **options), "32-true", processes)
+    # Of ten rows at a time.
+    sliced = Engine(task_of("all"), config(kind, table_gradient_bytes=640, **options), "32-true", processes)
+    assert (is_by_rows(whole), is_by_rows(sliced)) == (kind == "sparse-adamw", True)
+    seen: list[tuple[int, int]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        call = WeightSlices.__call__
+        patch.setattr(WeightSlices, "__call__", lambda self, *of: seen.append(of) or call(self, *of))
+        losses = trained(sliced)
+        # A norm makes them twice.
+        accumulate = options.get("accumulate", 1)
+        batches = len(loader()) // accumulate * accumulate
+        times = 1 if options.get("gradient_clip_norm", 1.0) is None else 2
+        assert len(seen) == times * batches * 10
+        assert losses == pytest.approx(trained(whole), rel=1e-4)
+        assert len(seen) == times * batches * 10
+    check_equal(sliced.state_tensors(), whole.state_tensors())
+    norms = [torch.stack(of.optimizer.norms or [torch.zeros(())]) for of in (sliced, whole)]
+    torch.testing.assert_close(*norms, rtol=1e-3, atol=1e-6)
+    assert isinstance(sliced.task.head, CutCrossEntropyHead)
+    assert sliced.task.head.memory_budget == 640
+    sliced.close()
+    assert sliced.task.head.memory_budget == CutCrossEntropyHead().memory_budget
 
 
 def test_an_output_layer_leaves_the_table_to_lookups(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,6 +412,7 @@ def test_a_gradient_by_another_way_is_refused(processes: Processes, monkeypatch:
         ({"table_optimizer": "adagrad", "table_weight_decay": 0.1}, "table_weight_decay: 0.1"),
         ({"table_optimizer": "sgd", "table_max_norm": 2.0}, "table_max_norm: 2.0"),
         ({"table_optimizer": "rowwise-adagrad", "table_states": "bfloat16"}, "table_states: bfloat16"),
+        ({"table_optimizer": "adagrad", "table_gradient_bytes": 640}, "table_gradient_bytes: 640"),
     ],
 )
 def test_what_only_rows_have_is_refused_elsewhere(processes: Processes, options: dict[str, Any], found: str) -> None:
@@ -462,6 +493,18 @@ def test_losses_that_are_not_finite_leave_tables_alone(processes: Processes) -> 
     for name, value in engine.state_tensors().items():
         if name in before:
             assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("head", ["drawn", "scalable", None])
+def test_slices_of_what_is_never_whole_are_refused(head: str | None) -> None:
+    task = RankingModel.of(shop(), table_dims={"item": 6}) if head is None else task_of(head)
+    of = type(task if head is None else task.head).__name__
+    with pytest.raises(TrainingError) as caught:
+        update_tables_in_backward(task, TrainerConfig(table_optimizer="adagrad", table_gradient_bytes=640), 1)
+    assert str(caught.value) == (
+        f"table_gradient_bytes: 640 belongs to a head over all items, got {of}, of which no table has a whole gradient; "
+        "leave it out"
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch import Tensor
 from jagged.ops._shared.matrices import aligned, inverse_scale_of
 from jagged.ops.cross_entropy import hopper
 from jagged.ops.cross_entropy.norms import less_radial
-from jagged.ops.cross_entropy.spec import Inputs, Options, Outputs
+from jagged.ops.cross_entropy.spec import Gradient, GradientInputs, GradientOptions, Inputs, Options, Outputs, gradient_by
 from jagged.ops.cross_entropy.strategy import chunk_items_of
 from jagged.ops.cross_entropy.triton.arguments import Items
 from jagged.ops.cross_entropy.triton.backward import backward_fused
@@ -19,7 +19,7 @@ from jagged.ops.cross_entropy.triton.filter import filter_of
 from jagged.ops.cross_entropy.triton.forward import forward
 from jagged.ops.cross_entropy.triton.rows import prepare_rows
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "weight_gradient"]
 
 
 def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
@@ -58,3 +58,8 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
     if item_scale is not None and "weight" in wanted:
         less_radial(found["weight"], x.weight, item_scale)
     return found
+
+
+def weight_gradient(x: GradientInputs, o: GradientOptions) -> Gradient:
+    """Return the gradient of the weights alone, by the same kernels."""
+    return gradient_by(backward, x, o)

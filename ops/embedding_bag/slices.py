@@ -1,0 +1,116 @@
+"""Gradients of whole tables that are made slice by slice, and the lookups of each slice's rows: every row is updated once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from jagged.ops.embedding_bag.fields import OfBatch
+from jagged.ops.embedding_bag.layout import BagLayout, as_real_tensors
+from jagged.ops.embedding_bag.spec import WeightsInputs
+
+
+class Source(Protocol):
+    """The gradient of a table, `[rows, width]`, by slices of at most `items` rows."""
+
+    items: int
+
+    def __call__(self, first: int, last: int) -> Tensor:
+        """Return that of the rows from `first` to before `last`, in float32 or float64."""
+
+    def is_finite(self) -> Tensor:
+        """Return whether what it is made of is finite: `[]` bool on the device."""
+
+
+class Slices(NamedTuple):
+    """A table's gradient in slices, the version of the storage of which it is, and the backend of its updates."""
+
+    number: int
+    version: int
+    backend: str | None
+    source: Source
+
+
+class Slice(NamedTuple):
+    """Rows of a table, from `first` to before `last`, and their gradient; the sum of all sources of that table."""
+
+    number: int
+    first: int
+    last: int
+    gradient: Tensor
+
+
+def slices_of(given: Sequence[Slices], rows: tuple[int, ...]) -> Iterator[Slice]:
+    """Yield the slices of all tables that have any. Each is let go before the next is made."""
+    for number in dict.fromkeys(of.number for of in given):
+        sources = [of.source for of in given if of.number == number]
+        step = min(source.items for source in sources)
+        for first in range(0, rows[number], step):
+            last = min(first + step, rows[number])
+            gradient = sources[0](first, last)
+            for source in sources[1:]:
+                gradient += source(first, last)
+            yield Slice(number, first, last, gradient)
+            del gradient
+
+
+class Entries:
+    """The lookups of a call, entry by entry, to take those out that read some rows.
+
+    Args:
+        layout: of which sequences are bags: what `batches` say holds.
+        x: with `host_batches`.
+    """
+
+    def __init__(self, layout: BagLayout, x: WeightsInputs) -> None:
+        assert layout.tables is not None
+        assert layout.means is not None
+        assert x.host_batches is not None
+        counts = tuple(OfBatch._make(row).num_bags for row in x.host_batches.tolist())
+        num_bags = x.offsets.shape[0] - 1
+        # Entries behind the last bag, which kernels leave out, are of a bag of their own.
+        place = torch.arange(x.indices.shape[0], device=x.indices.device)
+        bags = torch.searchsorted(x.offsets[1:].contiguous(), place, right=True)
+        self._tables, is_mean = (_of_bags(of, counts, x.indices.device)[bags] for of in (layout.tables, layout.means))
+        self._exists = bags < num_bags
+        if layout.has_means:
+            # Of fewer entries a mean would be another one.
+            share = torch.where(is_mean.bool(), 1 / x.offsets.diff().clamp(min=1)[bags.clamp(max=num_bags - 1)], 1.0)
+            x = x._replace(per_sample_weights=share if x.per_sample_weights is None else share * x.per_sample_weights)
+        self.layout = BagLayout(layout.rows, layout.widths, layout.tables)
+        of_layout = {"layout": self.layout.tensor(x.grad.device), "host_layout": self.layout.fields}
+        self._x = x._replace(**of_layout)
+
+    def of_others(self, numbers: Sequence[int]) -> WeightsInputs | None:
+        """Return the lookups of all tables but some; None where there are none."""
+        assert self.layout.tables is not None
+        if not set(self.layout.tables) - set(numbers):
+            return None
+        return self._only(functools.reduce(torch.logical_and, (self._tables != number for number in numbers)))
+
+    def of_slice(self, of: Slice) -> WeightsInputs:
+        """Return the lookups of a slice's rows."""
+        ids = self._x.indices
+        return self._only((self._tables == of.number) & (ids >= of.first) & (ids < of.last))
+
+    def _only(self, stays: Tensor) -> WeightsInputs:
+        x = self._x
+        if stays.is_cuda:
+            # Of ids that no table has nothing is read, and how many they are the host need not know.
+            return x._replace(indices=torch.where(stays, x.indices, -1))
+        stays = stays & self._exists
+        before = torch.cat([stays.new_zeros(1, dtype=x.offsets.dtype), stays.cumsum(0, dtype=x.offsets.dtype)])
+        factors = None if x.per_sample_weights is None else x.per_sample_weights[stays]
+        return x._replace(indices=x.indices[stays], offsets=before[x.offsets], per_sample_weights=factors)
+
+
+@functools.lru_cache(maxsize=256)
+def _of_bags(of_features: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return what features have, for each of their bags, and 0 behind the last: int64."""
+    with as_real_tensors():
+        given = torch.tensor([*of_features, 0], device="cpu").long()
+        return given.repeat_interleave(torch.tensor([*counts, 1], device="cpu")).to(device)

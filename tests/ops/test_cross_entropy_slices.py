@@ -1,0 +1,307 @@
+"""The gradient of a table in slices: what a joint update makes of them is what the whole gradient says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from jagged.ops import BagLayout, BagOptimizer, JointUpdate, linear_cross_entropy
+from tests.graphs import captured
+from tests.places import PLACE, Place
+from tests.strategies import random_tensor
+
+ITEMS, WIDTH, ROWS = 40, 12, 13
+# Of seven rows, the last of five.
+SLICE = 7 * WIDTH * 4
+#: A pooled feature that is a mean and a sequence of the table that is scored; a pooled feature of another.
+LAYOUT = BagLayout((9, ITEMS), (5, WIDTH), (1, 0, 1), (True, False, False), (False, False, True))
+BAGS = 3
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"softcap": 3.0, "temperature": 0.7},
+    {"normalize": True},
+    {"label_smoothing": 0.2, "z_loss": 0.1},
+    {"class_weight": True, "label_smoothing": 0.1, "sample_weight": True, "reduction": "sum"},
+    {"bias": True, "ignore_index": -1},
+    {"strategy": "chunked"},
+]
+
+
+def targets_of(rows: int, items: int, ignore_index: int = -100) -> Tensor:
+    target = torch.arange(rows, device=PLACE.device) * 7 % items
+    target[2::5] = ignore_index
+    return target
+
+
+def arguments_of(options: dict[str, Any]) -> dict[str, Any]:
+    vectors = {"class_weight": ITEMS, "bias": ITEMS, "sample_weight": ROWS}
+    made = {name: random_tensor((size,), torch.float32, size).abs() for name, size in vectors.items()}
+    return {name: made[name] if value is True and name in made else value for name, value in options.items()}
+
+
+def alone(weight: Tensor, kind: Any = "sgd", **options: Any) -> JointUpdate:
+    layout = BagLayout((weight.shape[0],), (weight.shape[1],))
+    optimizer = BagOptimizer(kind, layout, learning_rate=1.0, device=weight.device, **options)
+    return JointUpdate(weight.detach().clone().flatten(), optimizer)
+
+
+def rows_of(tables: JointUpdate, number: int = 0) -> Tensor:
+    return tables.optimizer.layout.views(tables.weights)[number]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda of: "-".join(of) or "plain")
+def test_rows_move_by_the_whole_gradient(place: Place, options: dict[str, Any]) -> None:
+    hidden, weight = (random_tensor((rows, WIDTH), torch.float32, rows).requires_grad_() for rows in (ROWS, ITEMS))
+    target, given_too = targets_of(ROWS, ITEMS, options.get("ignore_index", -100)), arguments_of(options)
+
+    def call(hidden: Tensor, table: Tensor) -> Tensor:
+        loss, lse, logit = linear_cross_entropy(
+            hidden, table, target, return_lse=True, return_target_logit=True, memory_budget=SLICE, backend=place.backend,
+            **given_too,
+        )  # fmt: skip
+        # Log-sum-exps and logits have gradients of their own.
+        return loss + lse.square().sum() / 50 + logit.sum() / 20
+
+    of_hidden, of_weight = torch.autograd.grad(call(hidden, weight), [hidden, weight])
+    tables = alone(weight)
+    call(hidden, tables.table(backend=place.backend)).backward()
+    torch.testing.assert_close(hidden.grad, of_hidden, rtol=1e-5, atol=1e-6)
+    moved = weight.detach() - rows_of(tables)
+    torch.testing.assert_close(moved, of_weight, rtol=1e-4, atol=2e-6)
+    assert moved.abs().amax(1).min() > 1e-5
+
+
+@given(st.integers(0, 5), st.integers(1, 12), st.integers(1, 9), st.integers(1, 200))
+def test_any_sizes(place: Place, rows: int, items: int, width: int, budget: int) -> None:
+    hidden, weight = random_tensor((rows, width), torch.float32, 0), random_tensor((items, width), torch.float32, 1)
+    weight.requires_grad_()
+    target = targets_of(rows, items)
+    (expected,) = torch.autograd.grad(linear_cross_entropy(hidden, weight, target, backend=place.backend), weight)
+    tables = alone(weight)
+    linear_cross_entropy(
+        hidden, tables.table(backend=place.backend), target, memory_budget=budget, backend=place.backend
+    ).backward()
+    torch.testing.assert_close(weight.detach() - rows_of(tables), expected, rtol=1e-4, atol=2e-6)
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers of a floating-point tensor that an operator puts out."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # Not of views, which take no memory.
+        if not func.is_view:
+            found = [of.numel() for of in tree_leaves(result) if isinstance(of, Tensor) and of.is_floating_point()]
+            self.largest = max([self.largest, *found])
+        return result
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_no_gradient_of_the_table_is_made(place: Place, holds: bool) -> None:
+    items = 1_000
+    tables = alone(random_tensor((items, WIDTH), torch.float32, 0), "rowwise_adagrad")
+    tables.holds = holds
+
+    def largest(budget: int) -> int:
+        hidden = random_tensor((5, WIDTH), torch.float32, 1).requires_grad_()
+        with Largest() as seen:
+            linear_cross_entropy(
+                hidden, tables.table(backend=place.backend), targets_of(5, items), memory_budget=budget, strategy="fused",
+                backend=place.backend,
+            ).backward()  # fmt: skip
+            if holds:
+                tables.step(1 / tables.norm())
+        return seen.largest
+
+    # What a row has one number of may be as long as the table.
+    assert largest(50 * WIDTH * 4) <= 5 * items
+    assert largest(items * WIDTH * 4) >= items * WIDTH
+
+
+def trained(kind: Any, budget: int, *, holds: bool, heads: int = 1, backend: str | None = None) -> JointUpdate:
+    """Tables after two updates by lookups of two batches and heads over the second table."""
+    optimizer = BagOptimizer(kind, LAYOUT, learning_rate=0.1, device=PLACE.device)
+    tables = JointUpdate(random_tensor((LAYOUT.num_elements,), torch.float32, 0), optimizer)
+    tables.holds = holds
+    for step in range(2):
+        losses = []
+        for batch in range(2):
+            generator = torch.Generator().manual_seed(2 * step + batch)
+            lengths = torch.randint(4, (3, BAGS), generator=generator)
+            ids = [
+                torch.randint(rows, (int(of.sum()),), generator=generator) for rows, of in zip((30, 9, 30), lengths, strict=True)
+            ]
+            offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0)])
+            read = tables.embedding_bags(LAYOUT, torch.cat(ids).to(PLACE.device), offsets.to(PLACE.device), backend=backend)
+            hidden = random_tensor((ROWS, WIDTH), torch.float32, batch) + read[:WIDTH]
+            for head in range(heads):
+                losses.append(
+                    linear_cross_entropy(
+                        hidden * (head + 1), tables.table(1, backend=backend), targets_of(ROWS, ITEMS), memory_budget=budget,
+                        backend=backend,
+                    )
+                )  # fmt: skip
+            losses.append(read.square().sum() / 9)
+            if holds:
+                torch.stack(losses).sum().backward()
+                losses = []
+        if holds:
+            assert tables.step(1 / tables.norm())
+        else:
+            torch.stack(losses).sum().backward()
+    return tables
+
+
+@pytest.mark.parametrize(("holds", "heads"), [(False, 1), (True, 1), (False, 2), (True, 2)])
+@pytest.mark.parametrize("kind", ["sgd", "rowwise_adagrad", "adam"])
+def test_lookups_of_the_rows_are_in_the_same_update(place: Place, kind: str, holds: bool, heads: int) -> None:
+    whole, sliced = (trained(kind, budget, holds=holds, heads=heads, backend=place.backend) for budget in (1 << 20, SLICE))
+    torch.testing.assert_close(sliced.weights, whole.weights, rtol=1e-4, atol=1e-5)
+    assert sliced.optimizer.step == whole.optimizer.step == 2
+    for ours, theirs in zip(*([of.optimizer.first, of.optimizer.second] for of in (sliced, whole)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(place: Place, dtype: torch.dtype) -> None:
+    """Products are of 16 bits, and the gradient of weights of 32 bits is not."""
+    hidden, weight = (random_tensor((rows, WIDTH), torch.float32, rows).requires_grad_() for rows in (ROWS, ITEMS))
+
+    def call(table: Tensor, budget: int) -> Tensor:
+        with torch.autocast(place.device.type, dtype=dtype):
+            return linear_cross_entropy(hidden, table, targets_of(ROWS, ITEMS), memory_budget=budget, backend=place.backend)
+
+    (expected,) = torch.autograd.grad(call(weight, SLICE), weight)
+    tables = alone(weight)
+    call(tables.table(backend=place.backend), SLICE).backward()
+    torch.testing.assert_close(weight.detach() - rows_of(tables), expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_table_of_sixteen_bits(place: Place, dtype: torch.dtype) -> None:
+    """Its rows are rounded once, where a whole gradient is rounded before."""
+    hidden, weight = (random_tensor((rows, WIDTH), dtype, rows) for rows in (ROWS, ITEMS))
+    tables = alone(weight)
+    linear_cross_entropy(
+        hidden.requires_grad_(), tables.table(backend=place.backend), targets_of(ROWS, ITEMS), memory_budget=SLICE // 2,
+        backend=place.backend,
+    ).backward()  # fmt: skip
+    exact = weight.double().requires_grad_()
+    (expected,) = torch.autograd.grad(linear_cross_entropy(hidden.detach().double(), exact, targets_of(ROWS, ITEMS)), exact)
+    steps = torch.finfo(dtype).eps
+    torch.testing.assert_close(rows_of(tables).double(), exact.detach() - expected, rtol=steps, atol=4 * steps)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_under_checkpointing(place: Place, use_reentrant: bool) -> None:
+    weight = random_tensor((ITEMS, WIDTH), torch.float32, 0)
+    plain, again = alone(weight), alone(weight)
+
+    def call(tables: JointUpdate) -> Callable[[Tensor], Tensor]:
+        return lambda hidden: linear_cross_entropy(
+            hidden, tables.table(backend=place.backend), targets_of(ROWS, ITEMS), memory_budget=SLICE, backend=place.backend
+        )
+
+    hidden = random_tensor((ROWS, WIDTH), torch.float32, 1).requires_grad_()
+    call(plain)(hidden).backward()
+    loss = checkpoint(call(again), hidden, use_reentrant=use_reentrant)
+    if use_reentrant:
+        with pytest.raises(RuntimeError, match="reentrant checkpointing"):
+            loss.backward()
+        return
+    loss.backward()
+    assert torch.equal(again.weights, plain.weights)
+
+
+def test_a_bias_that_learns_keeps_the_whole_gradient(place: Place) -> None:
+    hidden, weight = (random_tensor((rows, WIDTH), torch.float32, rows).requires_grad_() for rows in (ROWS, ITEMS))
+    bias = random_tensor((ITEMS,), torch.float32, 3).requires_grad_()
+
+    def call(table: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, table, targets_of(ROWS, ITEMS), bias=bias, memory_budget=SLICE, backend=place.backend)
+
+    of_weight, of_bias = torch.autograd.grad(call(weight), [weight, bias])
+    tables = alone(weight)
+    call(tables.table(backend=place.backend)).backward()
+    torch.testing.assert_close(bias.grad, of_bias, rtol=0, atol=0)
+    torch.testing.assert_close(weight.detach() - rows_of(tables), of_weight, rtol=1e-5, atol=1e-6)
+
+
+def test_a_table_that_has_changed_is_refused(place: Place) -> None:
+    tables = alone(random_tensor((ITEMS, WIDTH), torch.float32, 0))
+    tables.holds = True
+    hidden = random_tensor((ROWS, WIDTH), torch.float32, 1).requires_grad_()
+    linear_cross_entropy(
+        hidden, tables.table(backend=place.backend), targets_of(ROWS, ITEMS), memory_budget=SLICE, backend=place.backend
+    ).backward()
+    tables.weights.add_(1)
+    before = tables.weights.clone()
+    with pytest.raises(RuntimeError) as error:
+        tables.step()
+    assert str(error.value) == (
+        "table: a gradient in slices needs the table as the loss read it, but it has changed since; update it once for all "
+        "losses, or raise their memory_budget"
+    )
+    assert torch.equal(tables.weights, before)
+    assert tables.optimizer.step == 0
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
+@pytest.mark.parametrize("what", ["hidden", "gradient", "scale"])
+def test_what_is_not_finite_changes_nothing(place: Place, what: str) -> None:
+    tables = alone(random_tensor((ITEMS, WIDTH), torch.float32, 0), "adam")
+    tables.holds = True
+    before = tables.weights.clone()
+    target = targets_of(ROWS, ITEMS)
+    for is_wrong in (True, False):
+        hidden = random_tensor((ROWS, WIDTH), torch.float32, 1)
+        # In a row that is ignored it is no fault.
+        hidden[(0 if is_wrong and what == "hidden" else 2), 3] = torch.inf
+        loss = linear_cross_entropy(
+            hidden.requires_grad_(), tables.table(backend=place.backend), target, memory_budget=SLICE, backend=place.backend
+        )
+        (loss * (torch.nan if is_wrong and what == "gradient" else 1.0)).backward()
+        scale = torch.tensor(torch.inf if is_wrong and what == "scale" else 1.0, device=place.device)
+        assert bool(tables.step(scale)) == (not is_wrong)
+        assert torch.equal(tables.weights, before) == is_wrong
+        assert tables.optimizer.step == int(not is_wrong)
+
+
+@pytest.mark.skipif(PLACE.name != "gpu", reason="needs an NVIDIA GPU")
+@pytest.mark.gpu
+@pytest.mark.parametrize("holds", [False, True])
+def test_in_a_captured_graph(place: Place, holds: bool) -> None:
+    weight, given = random_tensor((ITEMS, WIDTH), torch.float32, 0), random_tensor((ROWS, WIDTH), torch.float32, 1)
+    made = [alone(weight, "rowwise_adagrad") for _ in range(2)]
+
+    def step(tables: JointUpdate) -> Tensor:
+        tables.holds = holds
+        loss = linear_cross_entropy(
+            given.detach().requires_grad_(), tables.table(backend=place.backend), targets, memory_budget=SLICE,
+            backend=place.backend,
+        )  # fmt: skip
+        loss.backward()
+        if holds:
+            tables.step(1 / tables.norm())
+        return loss.detach()
+
+    targets = targets_of(ROWS, ITEMS)
+    graph, _ = captured(lambda: [step(made[0])])
+    made[0].weights.copy_(weight.flatten())
+    made[0].optimizer.first.zero_()
+    for number in range(3):
+        targets.copy_((targets_of(ROWS, ITEMS) + number).clamp(min=0) % ITEMS)
+        graph.replay()
+        step(made[1])
+    torch.testing.assert_close(made[0].weights, made[1].weights, rtol=1e-5, atol=1e-6)
