@@ -19,6 +19,7 @@ from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterShardi
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
+from jagged.modules.bag_collection import lengths_per_key
 from jagged.modules.embedding_bags_shards import SequenceShardLookup, ShardedTables, optimizers_of
 from jagged.modules.embedding_sequences import ScheduledEmbeddingCollection
 from jagged.modules.table_sharding import (
@@ -34,9 +35,16 @@ from jagged.modules.table_sharding import (
 
 
 class _Context(EmbeddingCollectionContext):  # type: ignore[misc]
-    """TorchRec's, of a batch that may have no samples."""
+    """TorchRec's, and the lengths of a batch by key; TorchRec's own are those of what was sent."""
 
-    is_empty: bool = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: dict[str, Tensor] = {}
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        super().record_stream(stream)
+        for of_key in self.lengths.values():
+            of_key.record_stream(stream)
 
 
 class ShardedScheduledEmbeddingCollection(ShardedTables, ShardedEmbeddingCollection):  # type: ignore[misc]
@@ -55,7 +63,10 @@ class ShardedScheduledEmbeddingCollection(ShardedTables, ShardedEmbeddingCollect
         self._make_lookup = functools.partial(SequenceShardLookup, env=env, device=device, optimizers=optimizers_of(module))
         super().__init__(module, table_name_to_parameter_sharding, env, device=device, **options)
         del self._make_lookup
-        self._output = [name for names in module.embedding_names_by_table() for name in names], module._output_dtype
+        named = zip(module.embedding_configs(), module.embedding_names_by_table(), strict=True)
+        # For each name in the output its key.
+        self._features = {name: key for table, names in named for name, key in zip(names, table.feature_names, strict=True)}
+        self._output_dtype = module._output_dtype
         self._keys: list[str] | None = None
         make_copies_alike(self.embeddings, self.module_sharding_plan, env.process_group)
 
@@ -83,10 +94,11 @@ class ShardedScheduledEmbeddingCollection(ShardedTables, ShardedEmbeddingCollect
         """Send ids to the processes that have their rows."""
         features = maybe_td_to_kjt(features, None)
         self._keys = checked_keys(features, self._embedding_configs, self._keys)
-        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
-            raise ValueError("features: expected one batch size for all keys where tables are sharded, got one for each")
-        ctx.is_empty = not features.lengths().numel()
-        return super().input_dist(ctx, _without_weights(features, ctx.is_empty))
+        sent = _as_sent(features)
+        of_keys = zip(features.keys(), features.lengths().split(features.stride_per_key()), strict=True)
+        # Of keys that stand twice TorchRec sends the first one.
+        ctx.lengths = dict(reversed([*of_keys]))
+        return super().input_dist(ctx, sent)
 
     def output_dist(self, ctx: _Context, output: list[Tensor]) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """Send rows back."""
@@ -100,14 +112,12 @@ class ShardedScheduledEmbeddingCollection(ShardedTables, ShardedEmbeddingCollect
         self, awaitable: LazyAwaitable[dict[str, JaggedTensor]], ctx: _Context
     ) -> LazyAwaitable[dict[str, JaggedTensor]]:
         """The features in the order of the tables, with the samples that there are."""
-        names, dtype = self._output
 
         def finished(found: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
             rows = {}
-            for name in names:
-                of = found[name]
-                lengths = of.lengths()[:0] if ctx.is_empty else of.lengths()
-                rows[name] = JaggedTensor(of.values().to(dtype), weights=of.weights_or_none(), lengths=lengths)
+            for name, key in self._features.items():
+                values, ids = found[name].values().to(self._output_dtype), found[name].weights_or_none()
+                rows[name] = JaggedTensor(values, weights=ids, lengths=ctx.lengths[key])
             return rows
 
         awaitable.callbacks.append(finished)
@@ -119,21 +129,29 @@ class ShardedScheduledEmbeddingCollection(ShardedTables, ShardedEmbeddingCollect
         return ScheduledEmbeddingCollection
 
 
-def _without_weights(features: KeyedJaggedTensor, is_empty: bool) -> KeyedJaggedTensor:
-    """What is sent: ids alone, and of no samples one without ids, for neither TorchRec nor FBGEMM's kernels take none."""
-    if is_empty:
-        lengths = features.lengths().new_zeros(len(features.keys()))
-        return KeyedJaggedTensor(features.keys(), features.values(), lengths=lengths, stride=1)
-    if features.weights_or_none() is None:
-        return features
-    return KeyedJaggedTensor(
-        features.keys(),
-        features.values(),
-        lengths=features.lengths_or_none(),
-        offsets=features.offsets_or_none(),
-        stride=features.stride(),
-        length_per_key=features.length_per_key_or_none(),
-    )
+def _as_sent(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """What is sent: ids alone, of one batch size for all keys and of one sample at least, for TorchRec and FBGEMM take no other.
+
+    Where a batch is not so, each key's ids are cut into as many pieces. A row goes by its id, whatever the sample, so that no
+    process has to know what the others' batches are like.
+    """
+    if features.lengths().numel() and not features.variable_stride_per_key():
+        if features.weights_or_none() is None and features.inverse_indices_or_none() is None:
+            return features
+        return KeyedJaggedTensor(
+            features.keys(),
+            features.values(),
+            lengths=features.lengths_or_none(),
+            offsets=features.offsets_or_none(),
+            stride=features.stride(),
+            length_per_key=features.length_per_key_or_none(),
+        )
+    totals = lengths_per_key(features)
+    # As many lengths as there were: the kernel that deals ids out walks through those of a length one after the other.
+    count = max(1, features.lengths().numel() // len(totals))
+    of_keys = torch.tensor(totals, dtype=features.lengths().dtype, device=features.device())[:, None]
+    lengths = of_keys // count + (torch.arange(count, device=of_keys.device) < of_keys % count)
+    return KeyedJaggedTensor(features.keys(), features.values(), lengths=lengths.view(-1), stride=count, length_per_key=totals)
 
 
 def _check_rows(module: ScheduledEmbeddingCollection, params: Mapping[str, ParameterSharding]) -> None:
@@ -178,10 +196,11 @@ class ScheduledEmbeddingCollectionSharder(TablesSharder, EmbeddingCollectionShar
         ValueError: when a collection is sharded, another sharding type or compute kernel, frozen tables, an optimizer of
             `apply_optimizer_in_backward` that has no counterpart, data-parallel tables with an optimizer, column shards of
             several widths, or several of a table in one process that have no multiple of 16 numbers. In forward, keys that are
-            missing or not those of the first batch in their order, or batches of several sizes in one KeyedJaggedTensor.
+            missing or not those of the first batch in their order, or another number of lengths than the sum of the sizes.
 
     Shape:
-        As `ScheduledEmbeddingCollection`, for the samples of each process, which can be none. Weights of ids are not sent.
+        As `ScheduledEmbeddingCollection`, for the samples of each process, which can be none, or with a batch size for each key
+        in any process. Weights of ids and inverse indices are not sent.
 
     Example:
         >>> import torch.distributed as dist

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,8 @@ ONE = {
 MIXED = [row_wise(), column_wise(ranks=[1, 0]), table_wise(rank=0), row_wise(), table_wise(rank=1)]
 MIXED_DENSE = [row_wise(), column_wise(ranks=[1, 0]), data_parallel(), data_parallel(), table_wise(rank=1)]
 ON_ONE = [table_wise(rank=1)] * 5
+# Processes.
+ALL = (0, 1)
 
 
 def tables(data_type: DataType = DataType.FP32, width: int = 8) -> list[EmbeddingConfig]:
@@ -90,11 +92,12 @@ def sharded(module: ScheduledEmbeddingCollection, plan: list[Any]) -> Distribute
     )
 
 
-def own_rows(wanted: Rows, sizes: tuple[int, ...], rank: int) -> Rows:
-    """Of the rows of all processes together those of one."""
+def own_rows(wanted: Rows, batches: list[KeyedJaggedTensor], rank: int) -> Rows:
+    """Of the rows of all processes together those of one, whose batches are all but the last one."""
     found = {}
     for name, of in wanted.items():
-        lengths = of.lengths().split(list(sizes))
+        place = KEYS.index(name.split("@")[0])
+        lengths = of.lengths().split([features.stride_per_key()[place] for features in batches[:-1]])
         counts = [int(own.sum()) for own in lengths]
         weights = of.weights_or_none()
         found[name] = JaggedTensor(
@@ -128,9 +131,17 @@ def squares(rows: Rows) -> Tensor:
 
 
 def training(
-    plan: list[Any], optimizer: str | None, weighted: bool = False, two_types: bool = False, indices: bool = False
+    plan: list[Any],
+    optimizer: str | None,
+    weighted: bool = False,
+    two_types: bool = False,
+    indices: bool = False,
+    varied: Sequence[tuple[int, ...]] = ((),),
 ) -> dict[str, float]:
-    """Steps of the sharded module beside those of the unsharded one, which gets the processes' batches as one."""
+    """Steps of the sharded module beside those of the unsharded one, which gets the processes' batches as one.
+
+    `varied` has for steps, which take turns, the processes in whose batches keys have batch sizes of their own.
+    """
     configs = functools.partial(tables, DataType.FP16 if two_types else DataType.FP32)
     rule = {"learning_rate": RATE, **({} if optimizer in (None, "sgd") else {"eps": 1e-3})}
     options: dict[str, Any] = {"optimizer": optimizer, "optimizer_options": None if optimizer is None else rule}
@@ -152,12 +163,12 @@ def training(
     worst = {"tables at first": tables_apart(ours, whole), "states at first": states_apart(dmp, whole)}
     worst |= {"rows": 0.0, "gradients": 0.0}
     for step, sizes in enumerate(SIZES):
-        batches = batch(sizes, step, weighted, 0 if step == EMPTY else 4)
+        batches = batch(sizes, step, weighted, 0 if step == EMPTY else 4, varied[step % len(varied)])
         CALLS.clear()
         got, wanted = ours(batches[rank]), whole(batches[-1])
         got = dict(got.items())
         launches = len(CALLS)
-        worst["rows"] = max(worst["rows"], rows_apart(got, own_rows(wanted, sizes, rank)))
+        worst["rows"] = max(worst["rows"], rows_apart(got, own_rows(wanted, batches, rank)))
         for one in to_step:
             one.zero_grad()
         squares(got).backward()
@@ -196,12 +207,12 @@ def several_shards_in_one() -> dict[str, float]:
         batches = batch((2, 3), seed, False)
         got, wanted = ours(batches[rank]), whole(batches[-1])
         got = dict(got.items())
-        worst["rows"] = max(worst["rows"], rows_apart(got, own_rows(wanted, (2, 3), rank)))
+        worst["rows"] = max(worst["rows"], rows_apart(got, own_rows(wanted, batches, rank)))
         squares(got).backward()
         (squares(wanted) / PROCESSES).backward()
     again = sharded(ScheduledEmbeddingCollection(whole.embedding_configs(), here(), **options), [column_wise(ranks=[0, 1])] * 2)
     again.load_state_dict({f"rows.{name}": tensor for name, tensor in gathered(ours).items()})
-    found = rows_apart(dict(again.module["rows"](batches[rank]).items()), own_rows(whole(batches[-1]), (2, 3), rank))
+    found = rows_apart(dict(again.module["rows"](batches[rank]).items()), own_rows(whole(batches[-1]), batches, rank))
     return worst | {"tables": tables_apart(again.module["rows"], whole), "again": found}
 
 
@@ -283,16 +294,18 @@ class Model(nn.Module):
         return scores.square().mean(), scores.detach()
 
 
-def pipelined() -> dict[str, float]:
+def pipelined(varied: tuple[int, ...] = ()) -> dict[str, float]:
     sharder = ScheduledEmbeddingCollectionSharder()
-    return piped_apart(lambda: Model(ScheduledEmbeddingCollection(tables(), here(), **SGD)), "rows", tables(), MIXED, sharder)
+    return piped_apart(
+        lambda: Model(ScheduledEmbeddingCollection(tables(), here(), **SGD)), "rows", tables(), MIXED, sharder, varied
+    )
 
 
 def planned() -> dict[str, float]:
     torch.manual_seed(0)
     whole = ScheduledEmbeddingCollection(tables(), here())
     found, batches = planned_output(whole, ScheduledEmbeddingCollectionSharder(), 0), batch((2, 3), 0, False)
-    return {"rows": rows_apart(dict(found.items()), own_rows(whole(batches[-1]), (2, 3), dist.get_rank()))}
+    return {"rows": rows_apart(dict(found.items()), own_rows(whole(batches[-1]), batches, dist.get_rank()))}
 
 
 def from_meta() -> dict[str, float]:
@@ -331,8 +344,28 @@ def output() -> dict[str, float]:
     batches = batch((2, 3), 0, False)
     with torch.no_grad():
         got = dict(rows(batches[dist.get_rank()]).items())
-    wanted = own_rows(whole(batches[-1]), (2, 3), dist.get_rank())
+    wanted = own_rows(whole(batches[-1]), batches, dist.get_rank())
     return {"rows": rows_apart(got, wanted), "requires grad": float(any(of.values().requires_grad for of in got.values()))}
+
+
+def one_size() -> dict[str, float]:
+    """Batches whose kind and sizes do not go together; inverse indices change no rows, as in the unsharded module."""
+    torch.manual_seed(0)
+    whole = ScheduledEmbeddingCollection(tables(), here())
+    rows = sharded(copy.deepcopy(whole), MIXED).module["rows"]
+    plain, own = (batch((2, 2), 1, False, varied=varied)[dist.get_rank()] for varied in ((), ALL))
+
+    def made(features: KeyedJaggedTensor, **options: Any) -> KeyedJaggedTensor:
+        return KeyedJaggedTensor(list(KEYS), features.values(), lengths=features.lengths(), **options)
+
+    inverse = torch.tensor([[1, 0, 1], [0, 0, 1], [0, 1, 0], [1, 1, 1], [0, 0, 0]], device=here())
+    batches = {
+        "a size for each feature": made(plain, stride_per_key_per_rank=[[2]] * 5),
+        "inverse indices alone": made(plain, inverse_indices=(list(KEYS), inverse)),
+        "sizes without inverse indices": made(own, stride_per_key_per_rank=[[size] for size in own.stride_per_key()]),
+        "sizes in parts": made(own, stride_per_key_per_rank=[[size // 2, size - size // 2] for size in own.stride_per_key()]),
+    }
+    return {name: rows_apart(dict(rows(of_name).items()), whole(of_name)) for name, of_name in batches.items()}
 
 
 def errors() -> dict[str, str]:
@@ -341,10 +374,10 @@ def errors() -> dict[str, str]:
     rows = sharded(made(tables()), MIXED).module["rows"]
     features = batch((2,), 0, False)[-1]
     values, lengths = features.values(), features.lengths()
-    ragged = KeyedJaggedTensor(list(KEYS), values, lengths=lengths, stride_per_key_per_rank=torch.full((5, 1), 2))
+    wrong = KeyedJaggedTensor(list(KEYS), values, lengths=lengths, stride_per_key_per_rank=[[2]] * 4 + [[3]])
     found = {
         "missing": refused(lambda: rows(KeyedJaggedTensor(["a", "b"], values[:0], lengths=lengths[:4] * 0))),
-        "ragged": refused(lambda: rows(ragged)),
+        "wrong sizes": refused(lambda: rows(wrong)),
         "copies": refused(lambda: sharded(made(tables(), **SGD), MIXED_DENSE)),
         "widths": refused(lambda: sharded(made(tables()), [column_wise(ranks=[0]), *MIXED[1:]])),
         "uneven": refused(lambda: sharded(made(tables()), [column_wise(size_per_rank=[3, 5]), *[row_wise()] * 4])),
@@ -373,14 +406,35 @@ def cases(directory: Path) -> dict[str, Callable[[], Any]]:
         kinds = (None, "adagrad") if is_few else (*BY_ELEMENT, *by_row)
         for optimizer in (None,) if name == "data-parallel" else kinds:
             made[f"{name}, {optimizer}"] = functools.partial(training, plan, optimizer)
+            made[f"{name}, sizes of features, {optimizer}"] = functools.partial(training, plan, optimizer, varied=[ALL])
         rule = None if name == "data-parallel" else "sgd"
         if name == "mixed" or not is_few:
             made[f"{name}, weighted"] = functools.partial(training, plan, rule, weighted=True, indices=True)
             made[f"{name}, two types"] = functools.partial(training, plan, rule, two_types=True)
+            made[f"{name}, sizes of features, weighted"] = functools.partial(
+                training, plan, rule, weighted=True, indices=True, varied=[ALL]
+            )
     made["mixed copies, None"] = functools.partial(training, MIXED_DENSE, None)
+    for optimizer in (None, "adagrad"):
+        # Both kinds of batches, in turn, in each process.
+        made[f"sizes of features, sometimes, {optimizer}"] = functools.partial(
+            training, MIXED, optimizer, varied=[(1,), (0,), (), ALL]
+        )
+    made["sizes of features, pipelined"] = functools.partial(pipelined, ALL)
     for optimizer in ("adagrad", "adam"):
         made[f"checkpoint, {optimizer}"] = functools.partial(checkpoint, optimizer, directory)
-    others = (several_shards_in_one, column_rows, copies_of_several, pipelined, planned, state_dicts, from_meta, output, errors)
+    others = (
+        several_shards_in_one,
+        column_rows,
+        copies_of_several,
+        pipelined,
+        planned,
+        state_dicts,
+        from_meta,
+        output,
+        errors,
+        one_size,
+    )
     return {**made, **{of.__name__: of for of in others}}
 
 

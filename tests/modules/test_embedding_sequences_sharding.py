@@ -23,16 +23,22 @@ pytestmark = [
 
 BY_ELEMENT, BY_ROW = ("sgd", "adagrad", "adam"), ("rowwise_adagrad", "rowwise_adam", "adam of whole rows")
 CASES = [
-    f"{plan}, {of}"
+    f"{plan}, {sizes}{of}"
     for plan in ("table-wise", "column-wise", "row-wise", "data-parallel", "mixed", "all in one")
+    for sizes in ("", "sizes of features, ")
     for of in (
-        *("None", "weighted", "two types"),
+        *("None", "weighted"),
+        *(() if sizes else ("two types",)),
         *(() if plan == "data-parallel" else BY_ELEMENT),
         *(() if plan in ("column-wise", "data-parallel", "mixed") else BY_ROW),
     )
 ]
 CASES += [
     "mixed copies, None",
+    "sizes of features, sometimes, None",
+    "sizes of features, sometimes, adagrad",
+    "sizes of features, pipelined",
+    "one_size",
     "checkpoint, adagrad",
     "checkpoint, adam",
     "several_shards_in_one",
@@ -106,7 +112,7 @@ def test_output_has_the_dtype_and_the_features_of_the_unsharded_module(found: li
             "features: expected the keys of the first batch in their order, ['d', 'b', 'a', 'unread', 'c'], got "
             "['c', 'unread', 'a', 'b', 'd']",
         ),
-        ("ragged", "features: expected one batch size for all keys where tables are sharded, got one for each"),
+        ("wrong sizes", "features: expected 11, the sum of the keys' batch sizes as the number of lengths, got 10"),
         (
             "copies",
             "params: expected no data-parallel tables with an optimizer, got 'z': each process would update its own, so that "
