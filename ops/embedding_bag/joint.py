@@ -226,7 +226,9 @@ class JointUpdate:
 
     def give(self, calls: list[Any]) -> None:
         """Hold what was taken, beside what is held."""
-        self._held = self._held + calls
+        # A replay has read the tables as they are now, whatever they were when it was captured.
+        version = self.weights._version
+        self._held = self._held + [of._replace(version=version) if isinstance(of, Slices) else of for of in calls]
         self._squares, self._is_captured = None, False
 
     def drop(self) -> None:

@@ -257,6 +257,24 @@ def test_a_table_that_has_changed_is_refused(place: Place) -> None:
     assert tables.optimizer.step == 0
 
 
+def test_what_is_given_back_is_of_the_table_as_it_is(place: Place) -> None:
+    """Replays of a graph write the tensors that its capture handed over, and updates have been between them."""
+    tables, other = (alone(random_tensor((ITEMS, WIDTH), torch.float32, 0)) for _ in range(2))
+    hidden = random_tensor((ROWS, WIDTH), torch.float32, 1).requires_grad_()
+    for of in (tables, other):
+        of.holds = True
+        linear_cross_entropy(
+            hidden, of.table(backend=place.backend), targets_of(ROWS, ITEMS), memory_budget=SLICE, backend=place.backend
+        ).backward()
+    taken = tables.take()
+    # Of the same value.
+    tables.weights.add_(0)
+    tables.give(taken)
+    for of in (tables, other):
+        assert of.step()
+    assert torch.equal(tables.weights, other.weights)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value encountered in:RuntimeWarning")
 @pytest.mark.parametrize("what", ["hidden", "gradient", "scale"])
 def test_what_is_not_finite_changes_nothing(place: Place, what: str) -> None:
