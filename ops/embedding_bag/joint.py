@@ -179,10 +179,11 @@ class JointUpdate:
 
     def is_finite(self) -> Tensor:
         """Return whether all that is held is finite, and the norm that was asked for: `[]` bool on the device."""
+        if self._squares is not None:
+            # Everything that a row moves by is in them.
+            return torch.isfinite(self._squares)
         lookups = [call.lookups for call in self._held if isinstance(call, _Call)]
-        held = [x for of in lookups for x in (of.grad, of.per_sample_weights) if x is not None]
-        held += [] if self._squares is None else [self._squares]
-        found = [torch.isfinite(x).all() for x in held]
+        found = [torch.isfinite(x).all() for of in lookups for x in (of.grad, of.per_sample_weights) if x is not None]
         found += [of.source.is_finite() for of in self._held if isinstance(of, Slices)]
         return torch.stack(found).all() if found else torch.ones((), dtype=torch.bool, device=self.weights.device)
 

@@ -9,8 +9,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from jagged.ops.embedding_bag.fields import OfBatch
-from jagged.ops.embedding_bag.layout import BagLayout, as_real_tensors
+from jagged.ops.embedding_bag.fields import BATCH, FEATURE
+from jagged.ops.embedding_bag.layout import BagLayout
 from jagged.ops.embedding_bag.spec import WeightsInputs
 
 
@@ -62,28 +62,29 @@ class Entries:
     """The lookups of a call, entry by entry, to take those out that read some rows.
 
     Args:
-        layout: of which sequences are bags: what `batches` say holds.
-        x: with `host_batches`.
+        layout: in which sequences are bags.
+        x: with `batches`.
     """
 
     def __init__(self, layout: BagLayout, x: WeightsInputs) -> None:
-        assert layout.tables is not None
-        assert layout.means is not None
-        assert x.host_batches is not None
-        counts = tuple(OfBatch._make(row).num_bags for row in x.host_batches.tolist())
-        num_bags = x.offsets.shape[0] - 1
-        # Entries behind the last bag, which kernels leave out, are of a bag of their own.
-        place = torch.arange(x.indices.shape[0], device=x.indices.device)
+        assert x.batches is not None
+        num_bags, device = x.offsets.shape[0] - 1, x.grad.device
+        place = torch.arange(x.indices.shape[0], device=device)
         bags = torch.searchsorted(x.offsets[1:].contiguous(), place, right=True)
-        self._tables, is_mean = (_of_bags(of, counts, x.indices.device)[bags] for of in (layout.tables, layout.means))
+        # Entries behind the last bag, which kernels leave out, are of a bag of their own.
         self._exists = bags < num_bags
+        of_features = torch.arange(layout.num_features, device=device)
+        of_bags = of_features.repeat_interleave(x.batches[:, BATCH.num_bags], output_size=num_bags)
+        fields = x.layout[torch.nn.functional.pad(of_bags, (0, 1))[bags]]
+        self._tables = fields[:, FEATURE.table]
         if layout.has_means:
             # Of fewer entries a mean would be another one.
-            share = torch.where(is_mean.bool(), 1 / x.offsets.diff().clamp(min=1)[bags.clamp(max=num_bags - 1)], 1.0)
+            lengths = torch.nn.functional.pad(x.offsets.diff(), (0, 1)).clamp(min=1)[bags]
+            share = torch.where(fields[:, FEATURE.is_mean] != 0, 1 / lengths, 1.0)
             x = x._replace(per_sample_weights=share if x.per_sample_weights is None else share * x.per_sample_weights)
-        self.layout = BagLayout(layout.rows, layout.widths, layout.tables)
-        of_layout = {"layout": self.layout.tensor(x.grad.device), "host_layout": self.layout.fields}
-        self._x = x._replace(**of_layout)
+            layout = _all_sums(layout)
+        self.layout = layout
+        self._x = x._replace(layout=layout.tensor(device), host_layout=layout.fields)
 
     def of_others(self, numbers: Sequence[int]) -> WeightsInputs | None:
         """Return the lookups of all tables but some; None where there are none."""
@@ -108,9 +109,7 @@ class Entries:
         return x._replace(indices=x.indices[stays], offsets=before[x.offsets], per_sample_weights=factors)
 
 
-@functools.lru_cache(maxsize=256)
-def _of_bags(of_features: tuple[int, ...], counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return what features have, for each of their bags, and 0 behind the last: int64."""
-    with as_real_tensors():
-        given = torch.tensor([*of_features, 0], device="cpu").long()
-        return given.repeat_interleave(torch.tensor([*counts, 1], device="cpu")).to(device)
+@functools.lru_cache(maxsize=64)
+def _all_sums(layout: BagLayout) -> BagLayout:
+    """Return the same features without means; the same layout every time, for what it keeps on a device."""
+    return BagLayout(layout.rows, layout.widths, layout.tables)

@@ -7,6 +7,7 @@ import itertools
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,13 +46,14 @@ def test_a_run_in_mixed_precision_opens_on_the_cpu(tmp_path: Path) -> None:
     assert result.steps == on_gpu.steps
 
 
-def test_steps_wait_for_nothing() -> None:
+@pytest.mark.parametrize("options", [{}, {"table_optimizer": "rowwise-adagrad", "table_gradient_bytes": 16_384}])
+def test_steps_wait_for_nothing(options: dict[str, Any]) -> None:
     dataset = synthetic_sessions(0, num_users=400)[0]
     device = torch.device("cuda", torch.cuda.current_device())
     loader = BatchLoader(split_leave_one_out(dataset).train, batch_size=16, max_seq_len=50, shuffle=True, seed=0, pin_memory=True)
     with process_group(device) as processes:
         model = build("sasrec", num_items=dataset.num_items, embedding_dim=32, dropout=0.2).to(device)
-        engine = Engine(NextItemTask(model), TrainerConfig(), "bf16-mixed", processes)
+        engine = Engine(NextItemTask(model), TrainerConfig(**options), "bf16-mixed", processes)
         # Kernels are compiled and loaded in the first steps.
         for _ in engine.steps(itertools.islice(iter(loader), 4)):
             pass
