@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from jagged.ops._shared.backends import resolve_backend
 from jagged.ops.embedding_bag.api import prepared
 from jagged.ops.embedding_bag.fields import BATCH, OfBatch
 from jagged.ops.embedding_bag.layout import BagLayout, as_real_tensors
@@ -22,21 +23,27 @@ from jagged.ops.embedding_bag.spec import (
     UPDATE,
     Inputs,
     Options,
+    Order,
     UpdateInputs,
     UpdateOptions,
     WeightsInputs,
     gradient_of_samples,
+    room_for_order,
     update_rows,
 )
 
 
 class _Call(NamedTuple):
-    """What a lookup, or a table, hands over in the backward pass: the gradient of its output beside its ids; who is to update."""
+    """What a lookup, or a table, hands over in the backward pass: the gradient of its output beside its ids; who is to update.
+
+    `order` is that of its lookups, where it is known.
+    """
 
     layout: BagLayout
     lookups: WeightsInputs
     counted_rows: int | None
     backend: str | None
+    order: Order | None = None
 
 
 class JointUpdate:
@@ -171,9 +178,16 @@ class JointUpdate:
             squares = torch.zeros(self.optimizer.layout.first_rows[-1], dtype=torch.float32, device=self.weights.device)
             unused, step, rate = squares[:0], self.optimizer.step, self.optimizer.learning_rate
             rule = Rule(SQUARES, 0.0, 0.0, 0.0, 0.0, False, True, None)
-            for _, x, counted_rows, backend in self._parts(self._held):
-                inputs = UpdateInputs._make((self.weights, squares, unused, None, step, rate, *x))
-                UPDATE(inputs, UpdateOptions._make((*rule, counted_rows)), backend)
+            for call in self._parts(self._held):
+                order = None
+                if call is self._held[0] and resolve_backend(call.backend, call.lookups.grad) == "triton":
+                    # Of the lookups that `step` updates by.
+                    order = room_for_order(call.layout, call.lookups)
+                    self._held = [call._replace(order=order)]
+                inputs = UpdateInputs._make(
+                    (self.weights, squares, unused, None, step, rate, *(order or (None, None, None)), *call.lookups)
+                )
+                UPDATE(inputs, UpdateOptions._make((*rule, call.counted_rows, False)), call.backend)
             self._squares = squares.sum(dtype=torch.float64)
         return self._squares.sqrt().float()
 
@@ -221,7 +235,8 @@ class JointUpdate:
 
         Of a captured CUDA graph these are the tensors that its replays write: given back after each replay, `step` updates by it.
         """
-        calls = self._held
+        # Replays write other ids, whose order is another one.
+        calls = [of._replace(order=None) if isinstance(of, _Call) else of for of in self._held]
         self._held, self._squares = [], None
         return calls
 
@@ -270,9 +285,10 @@ class JointUpdate:
             self._check()
         of, steps = self.optimizer, 1 if is_step is None else is_step
         for call in self._parts(calls):
-            x = _scaled(call, is_step, scale)
-            inputs = UpdateInputs._make((self.weights, of.first, of.second, of.last, of.step, of.learning_rate, *x))
-            update_rows(inputs, of.rule, call.counted_rows, call.backend, steps)
+            x, order = _scaled(call, is_step, scale)
+            states = self.weights, of.first, of.second, of.last, of.step, of.learning_rate
+            inputs = UpdateInputs._make((*states, *(order or (None, None, None)), *x))
+            update_rows(inputs, of.rule, call.counted_rows, call.backend, steps, is_sorted=order is not None)
             # Of one step.
             steps = 0
         if self._done is not None:
@@ -414,20 +430,26 @@ def _call_of_bags(
     return _Call(layout, WeightsInputs(rows.contiguous(), ids, offsets, factors, *of_layout), None, backend)
 
 
-def _scaled(call: _Call, is_step: Tensor | None, scale: Tensor | None) -> WeightsInputs:
-    """Return lookups whose gradients are multiplied by `scale`; of a step that is none they read and change nothing."""
-    x = call.lookups
+def _scaled(call: _Call, is_step: Tensor | None, scale: Tensor | None) -> tuple[WeightsInputs, Order | None]:
+    """Return lookups, and their order, whose gradients are multiplied by `scale`; of no step they read and change nothing."""
+    x, order = call.lookups, call.order
     if is_step is not None and is_step.is_cuda:
-        # Ids that no table has.
+        # Ids that no table has; sorted they are behind all rows.
         x = x._replace(indices=torch.where(is_step, x.indices, -1))
+        if order is not None:
+            order = order._replace(keys=torch.where(is_step, order.keys, torch.iinfo(order.keys.dtype).max))
     if scale is None:
-        return x
+        return x, order
     if call.layout.has_means:
         # Whose lookups have no factors of their own.
-        return x._replace(grad=x.grad * scale)
+        return x._replace(grad=x.grad * scale), order
     # Of each lookup: the gradients may be as many as the table has numbers, and stay as they are.
-    factors = scale.float().expand(x.indices.shape).contiguous()
-    return x._replace(per_sample_weights=factors if x.per_sample_weights is None else x.per_sample_weights * scale)
+    x = x._replace(per_sample_weights=_times(x.per_sample_weights, scale, x.indices))
+    return x, None if order is None else order._replace(factors=_times(order.factors, scale, x.indices))
+
+
+def _times(factors: Tensor | None, scale: Tensor, like: Tensor) -> Tensor:
+    return scale.float().expand(like.shape).contiguous() if factors is None else factors * scale
 
 
 def _refuse_reentrant(task: int) -> None:

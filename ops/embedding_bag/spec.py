@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from jagged.ops._shared.operator import Differentiable, OnHost, operator
-from jagged.ops.embedding_bag.layout import starts_of
+from jagged.ops.embedding_bag.layout import BagLayout, starts_of
 from jagged.ops.embedding_bag.optimizers import Rule
 from jagged.ops.embedding_bag.plans import PROGRAMS
 
@@ -144,8 +144,23 @@ class SamplesOptions(NamedTuple):
     dtype: torch.dtype
 
 
+class Order(NamedTuple):
+    """Room for lookups as kernels sort them, `[S]` each: the rows that they read, where their gradients begin, their factors.
+
+    Rows are int32 or int64, as `keys_dtype` says, sources too, by how many numbers the gradient has. Factors, float32, are there
+    where lookups have any: weights, or means.
+    """
+
+    keys: Tensor
+    sources: Tensor
+    factors: Tensor | None
+
+
 class UpdateInputs(NamedTuple):
-    """The tables and an optimizer's states, the output's gradient, and the lookups; `step` counts this update already."""
+    """The tables and an optimizer's states, the output's gradient, and the lookups; `step` counts this update already.
+
+    `keys`, `sources` and `factors` are an `Order`, which is written, or read.
+    """
 
     weights: Tensor
     first: Tensor
@@ -153,6 +168,9 @@ class UpdateInputs(NamedTuple):
     last: Tensor | None
     step: Tensor
     learning_rate: Tensor
+    keys: Tensor | None
+    sources: Tensor | None
+    factors: Tensor | None
     grad: Tensor
     indices: Tensor
     offsets: Tensor
@@ -164,7 +182,7 @@ class UpdateInputs(NamedTuple):
 
 
 class UpdateOptions(NamedTuple):
-    """An optimizer's rule, and up to how many rows tables are counted."""
+    """An optimizer's rule, up to how many rows tables are counted, and whether the order of the lookups is known."""
 
     kind: str
     eps: float
@@ -175,6 +193,7 @@ class UpdateOptions(NamedTuple):
     is_decoupled: bool
     max_norm: float | None
     counted_rows: int | None
+    is_sorted: bool
 
 
 class Gradient(NamedTuple):
@@ -220,8 +239,25 @@ UPDATE = operator(
     shapes=lambda x, o: Nothing(),
     torch=f"{_TORCH}:update",
     triton=f"{_TRITON}.sums:update",
-    mutates=("weights", "first", "second", "last"),
+    mutates=("weights", "first", "second", "last", "keys", "sources", "factors"),
 )
+
+
+def keys_dtype(layout: BagLayout) -> torch.dtype:
+    """Return what holds the rows of all tables, and one behind them: of tables that nothing reads, too, where there are some."""
+    assert layout.tables is not None
+    is_narrow = len(set(layout.tables)) == len(layout.rows) and layout.first_rows[-1] < 2**31 - 1
+    return torch.int32 if is_narrow else torch.int64
+
+
+def room_for_order(layout: BagLayout, x: WeightsInputs) -> Order:
+    """Return what an update writes the order of its lookups to, and a second one of the same lookups reads."""
+    count, has_factors = x.indices.shape[0], x.per_sample_weights is not None or layout.has_means
+    return Order(
+        x.indices.new_empty(count, dtype=keys_dtype(layout)),
+        x.indices.new_empty(count, dtype=torch.int32 if x.grad.numel() < 2**31 else torch.int64),
+        x.grad.new_empty(count, dtype=torch.float32) if has_factors else None,
+    )
 
 
 CHANGED = (
@@ -237,11 +273,16 @@ def gradient_of_samples(weights: Tensor, grad: Tensor, x: Lookups, dtype: torch.
 
 
 def update_rows(
-    x: UpdateInputs, rule: tuple[Any, ...], counted_rows: int | None, backend: str | None, is_step: Tensor | int = 1
+    x: UpdateInputs,
+    rule: tuple[Any, ...],
+    counted_rows: int | None,
+    backend: str | None,
+    is_step: Tensor | int = 1,
+    is_sorted: bool = False,
 ) -> None:
     """Change the rows that were read, and their states, as one more step, if it is one: 1, or a bool on the device."""
     x.step.add_(is_step)
-    UPDATE(x, UpdateOptions._make((*rule, counted_rows)), backend)
+    UPDATE(x, UpdateOptions._make((*rule, counted_rows, is_sorted)), backend)
     # Kernels count no change of their own.
     torch.autograd.graph.increment_version(x.weights)
 
@@ -269,7 +310,9 @@ def _gradient(
     assert x.second is not None
     assert x.step is not None
     assert x.learning_rate is not None
-    updated = UpdateInputs(x.weights, x.first, x.second, x.last, x.step, x.learning_rate, grad, *lookups)
+    updated = UpdateInputs(
+        x.weights, x.first, x.second, x.last, x.step, x.learning_rate, None, None, None, grad, *lookups
+    )  # fmt: skip
     update_rows(updated, o[-len(Rule._fields) :], o.counted_rows, backend)
     return found
 

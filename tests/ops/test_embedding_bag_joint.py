@@ -465,7 +465,7 @@ def test_held_gradients_are_accumulated(place: Place, kind: str, gathered: str) 
     assert not torch.equal(held.weights, made(kind).weights)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 @pytest.mark.parametrize(
     ("what", "asks"),
     [
@@ -569,3 +569,43 @@ def test_a_captured_graph_holds_its_step(place: Place) -> None:
         given_.step(scale)
         step(expected)
     torch.testing.assert_close(given_.weights, expected.weights)
+
+
+@pytest.mark.skipif(PLACE.name == "cpu", reason="there lookups are not sorted")
+@pytest.mark.parametrize("kind", ["sgd", "rowwise_adagrad"])
+def test_a_norm_and_its_step_sort_once(place: Place, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    from jagged.ops.embedding_bag.triton.sums import _Sums
+
+    sorts: list[int] = []
+    find = _Sums._sorted
+    monkeypatch.setattr(_Sums, "_sorted", lambda self, most: sorts.append(most) or find(self, most))
+    asked, other = made(kind), made(kind)
+    for of in (asked, other):
+        of.holds = True
+    scale = torch.tensor(0.5, device=PLACE.device)
+
+    def hold(seed: int) -> None:
+        for of in (asked, other):
+            losses(look_up(of, seed)).backward()
+
+    hold(0)
+    asked.norm()
+    assert bool(asked.step(scale))
+    assert len(sorts) == 1
+    assert bool(other.step(scale))
+    # Of what came after the norm there is no order, and none of what replays write again.
+    hold(3)
+    asked.norm()
+    hold(6)
+    asked.give(asked.take())
+    assert all(call.order is None for call in asked._held)
+    for of in (asked, other):
+        assert bool(of.step(scale))
+    assert len(sorts) == 5
+    hold(9)
+    asked.norm()
+    before = asked.weights.clone()
+    for of in (asked, other):
+        assert not bool(of.step(scale * torch.nan))
+    assert torch.equal(asked.weights, before)
+    assert torch.equal(asked.weights, other.weights)

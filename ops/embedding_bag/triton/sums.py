@@ -24,6 +24,7 @@ from jagged.ops.embedding_bag.plans import PROGRAMS
 from jagged.ops.embedding_bag.spec import (
     Gradient,
     Nothing,
+    Order,
     SamplesInputs,
     UpdateInputs,
     UpdateOptions,
@@ -112,7 +113,9 @@ class _Rows(NamedTuple):
 class _Sums:
     """Sums of the gradients of each row that was read; launches that bring lookups together, and store or apply the sums."""
 
-    def __init__(self, x: WeightsInputs | UpdateInputs, rows: _Rows, counted_rows: int | None) -> None:
+    def __init__(
+        self, x: WeightsInputs | UpdateInputs, rows: _Rows, counted_rows: int | None, *, is_sorted: bool = False
+    ) -> None:
         self.x, self.grad, self.layout = x, x.grad, x.host_layout
         self.known, self.device, self.num_lookups = known_of(self.layout), x.grad.device, x.indices.shape[0]
         feature_of_bag, self.num_all, self.num_bags, stride = bags_of_batch(x)
@@ -128,6 +131,11 @@ class _Sums:
         self.feature_of_bag = feature_of_bag
         self.sizes = self.num_lookups, self.num_all, self.num_bags, stride
         self.state = rows.weights, rows.first, rows.second, rows.last, rows.step, rows.corrections(), rows.rate, self.tables
+        # An update may be given room for the order that the sort finds, or that order.
+        self.order: Order | None = None
+        if isinstance(x, UpdateInputs) and x.keys is not None and x.sources is not None:
+            self.order = Order(x.keys, x.sources, x.factors)
+        self.is_sorted = is_sorted
         self.numbers = *rows.numbers, 1 - rows.numbers[1], 1 - rows.numbers[2], rows.max_norm
         self.are_whole = rows.are_whole
         self.options: dict[str, Any] = {
@@ -211,12 +219,12 @@ class _Sums:
                 ALIGNED=self.known.is_aligned, **self.options,
             )  # fmt: skip
 
-    def _sort(self, most: int) -> None:
-        """Sum the rows of tables of more than `most` rows, whose lookups are sorted."""
-        num_lookups, num_tables = self.num_lookups, self.num_tables
+    def _sorted(self, most: int) -> Order:
+        """Return the lookups of tables of more than `most` rows by their rows, those of a row in their order."""
+        num_lookups = self.num_lookups
         narrow, wide = torch.int32, torch.int64
         # The key of what is not sorted: behind all tables' rows, also those of tables that nothing reads.
-        no_row = self.known.num_rows if self.known.num_read == num_tables else 2**62
+        no_row = self.known.num_rows if self.known.num_read == self.num_tables else 2**62
         keys = torch.full((num_lookups,), no_row, dtype=narrow if no_row < 2**31 - 1 else wide, device=self.device)
         sources = self._empty(num_lookups, dtype=narrow if self.grad.numel() < 2**31 else wide)
         factors = self._empty(num_lookups, dtype=torch.float32) if self.has_factors else None
@@ -227,9 +235,21 @@ class _Sums:
             *self.of_lookups, self.feature_of_bag, keys, sources, factors, *self.sizes, no_row, most, BAGS=sorting.BLOCK_BAGS,
             LOOKUPS=sorting.BLOCK_LOOKUPS, SINGLES=is_single, num_warps=4,
         )  # fmt: skip
-        keys, order = keys.sort(stable=True)
-        sources = sources[order]
-        factors = None if factors is None else factors[order]
+        if self.order is None:
+            keys, places = keys.sort(stable=True)
+            return Order(keys, sources[places], None if factors is None else factors[places])
+        places = self._empty(num_lookups, dtype=wide)
+        torch.sort(keys, stable=True, out=(self.order.keys, places))
+        torch.index_select(sources, 0, places, out=self.order.sources)
+        if factors is not None:
+            assert self.order.factors is not None
+            torch.index_select(factors, 0, places, out=self.order.factors)
+        return self.order
+
+    def _sort(self, most: int) -> None:
+        """Sum the rows of tables of more than `most` rows, whose lookups are sorted."""
+        num_lookups, num_tables, wide = self.num_lookups, self.num_tables, torch.int64
+        keys, sources, factors = self.order if self.is_sorted and self.order is not None else self._sorted(most)
         begins = torch.searchsorted(keys, self.tables[:, TABLE.first_row].to(keys.dtype).contiguous())
         ends, block_ends = self._empty(2, num_tables, dtype=wide)
         counter = self._empty(1, dtype=wide)
@@ -299,5 +319,5 @@ def update(x: UpdateInputs, o: UpdateOptions) -> Nothing:
         if o.kind == SQUARES:
             needed, cure = "the norm of gradients", "leave clipping out"
         raise ValueError(f"layout: expected at most {most:,} columns for {needed} on a GPU, got {widest:,}; {cure}")
-    _Sums(x, rows, o.counted_rows).take()
+    _Sums(x, rows, o.counted_rows, is_sorted=o.is_sorted).take()
     return Nothing()
