@@ -303,7 +303,7 @@ def _launches(module: ScheduledEmbeddingBagCollection, batches: Sequence[KeyedJa
     with torch.no_grad():
         for part in module._parts:
             storage, dtype = part.tables.whole(), module._output_dtype
-            lookups = [_Lookups(*module._lookups(part, features)) for features in batches]
+            lookups = [_Lookups(*module._lookups_of(part, features)) for features in batches]
             launches.append(
                 _Launch(storage, part.tables.layout, lookups, dtype if dtype in (torch.float32, storage.dtype) else torch.float32)
             )

@@ -151,7 +151,8 @@ class BagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
         """Refuse `torch.jit.script`, of the collection or of a model that holds it."""
         refuse_scripting(self)
 
-    def _lookups(self, part: Part, features: KeyedJaggedTensor) -> Lookups:
+    # By an attribute `_lookups` TorchRec's DMPCollection knows collections that are sharded.
+    def _lookups_of(self, part: Part, features: KeyedJaggedTensor) -> Lookups:
         weights = None
         if self._is_weighted and (weights := features.weights_or_none()) is None:
             raise ValueError("features: expected weights, as is_weighted says, got none; give KeyedJaggedTensor weights")

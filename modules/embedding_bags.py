@@ -159,7 +159,7 @@ class ScheduledEmbeddingBagCollection(TrainedTables, BagCollection):
     def _pooled(self, number: int, features: KeyedJaggedTensor) -> Tensor:
         """The output of one part: `[B, W]`, or flat where features have batches of their own."""
         part = self._parts[number]
-        ids, offsets, weights, batch_sizes = self._lookups(part, features)
+        ids, offsets, weights, batch_sizes = self._lookups_of(part, features)
         tables, dtype = part.tables, self._output_dtype
         pooled = tables.lookup(
             part.layout,

@@ -98,7 +98,7 @@ class QuantizedEmbeddingBagCollection(QuantizedTables, BagCollection):
         return made.eval()
 
     def _pooled(self, number: int, features: KeyedJaggedTensor) -> Tensor:
-        ids, offsets, weights, batch_sizes = self._lookups(self._parts[number], features)
+        ids, offsets, weights, batch_sizes = self._lookups_of(self._parts[number], features)
         return self._lookup(
             number,
             ids,

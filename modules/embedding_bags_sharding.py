@@ -63,6 +63,7 @@ from jagged.modules.table_sharding import (
     SHARDING_TYPES,
     TablesSharder,
     check_hosts,
+    check_replicas,
     checked_keys,
     checked_plan,
     draw_shards,
@@ -233,7 +234,7 @@ class ShardedScheduledEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagC
         if module.device.type == "cpu":
             # As TorchRec does with tables on a GPU.
             self.load_state_dict(module.state_dict())
-        make_copies_alike(self.embedding_bags, plan, env.process_group)
+        make_copies_alike(self.embedding_bags, plan, env)
 
     def _create_lookups(self) -> None:
         for sharding, sharding_type in zip(self._embedding_shardings, self._sharding_types, strict=True):
@@ -288,7 +289,7 @@ class ShardedScheduledEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagC
 
     def reset_parameters(self) -> None:
         """Draw new tables by their `init_fn`; copies of a data-parallel one are alike."""
-        draw_shards(self._embedding_bag_configs, self.embedding_bags, self.module_sharding_plan, self._env.process_group)
+        draw_shards(self._embedding_bag_configs, self.embedding_bags, self.module_sharding_plan, self._env)
 
     @staticmethod
     def _pre_load_state_dict_hook(
@@ -499,6 +500,7 @@ class ScheduledEmbeddingBagCollectionSharder(TablesSharder, EmbeddingBagCollecti
     * The first batch says whether keys are exchanged with batch sizes of their own: if they have them in any process. All
       processes run it together. Later batches of the other kind give the same, at more cost, but for rows of bags that no sample
       has: where bags of samples are exchanged they are not read, and so not moved by momentum.
+    * Under `DMPCollection` replicas begin with the first one's shards, and `sync` averages shards and states.
 
     An optimizer that `apply_optimizer_in_backward` gave all parameters is the optimizer of the shards: SGD, Adagrad,
     RowWiseAdagrad, Adam, LAMB, PartialRowWiseAdam or PartialRowWiseLAMB, of PyTorch or TorchRec.
@@ -510,10 +512,10 @@ class ScheduledEmbeddingBagCollectionSharder(TablesSharder, EmbeddingBagCollecti
         ValueError: when a collection is sharded, another sharding type or compute kernel, frozen tables, an optimizer of
             `apply_optimizer_in_backward` that has no counterpart, several column shards in one process of several widths or of
             no multiple of 16, or of the sharding types of hosts shards that do not fit the hosts, a table of one row in a grid,
-            or a group that is not all processes. In forward, before anything is sent, keys that are missing or not those of the
-            first batch in their order, no weights, batches of several sizes without inverse indices, inverse indices that a
-            feature does not have, another number of lengths than the sum of the sizes, and on a CPU wrong inverse indices; a
-            first batch that another process refuses.
+            or a group that is not all processes. Under `DMPCollection` its strategy `FULLY_SHARDED`, or `decay_missed_steps`. In
+            forward, before anything is sent, keys that are missing or not those of the first batch in their order, no weights,
+            batches of several sizes without inverse indices, inverse indices that a feature does not have, another number of
+            lengths than the sum of the sizes, and on a CPU wrong inverse indices; a first batch that another process refuses.
 
     Shape:
         As `ScheduledEmbeddingBagCollection`, for the samples of each process, which can be none; with a batch size for each key
@@ -563,6 +565,7 @@ class ScheduledEmbeddingBagCollectionSharder(TablesSharder, EmbeddingBagCollecti
     ) -> ShardedScheduledEmbeddingBagCollection:
         """Return this process's part of a collection."""
         plan = checked_plan(module, params, self._types)
+        check_replicas(module, env)
         check_hosts(module.embedding_bag_configs(), plan, env)
         return ShardedScheduledEmbeddingBagCollection(
             module,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
 from torch import Tensor, nn
 from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbeddingBag, EmbeddingFusedOptimizer
 from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
@@ -81,6 +82,24 @@ class ShardedTables:
         return [shard for bags in self.storages for shard in bags.shards()]
 
 
+class _Averaged(SplitTableBatchedEmbeddingBagsCodegen):  # type: ignore[misc]
+    """What `DMPCollection` averages over replicas. It asks kernels of FBGEMM's type alone; nothing else is that kernel's."""
+
+    def __init__(self, bags: _Bags) -> None:
+        nn.Module.__init__(self)
+        # No child, for it is the parent.
+        self.__dict__["_bags"] = bags
+
+    def split_embedding_weights(self) -> list[Tensor]:
+        """The storage, whose layout is the same in all replicas."""
+        return [self._bags.weights.detach()]
+
+    def get_optimizer_state(self) -> list[dict[str, Tensor]]:
+        """The optimizer's states of that storage, by the one name that is asked for; the number of steps is the same anyway."""
+        optimizer = self._bags.optimizer
+        return [] if optimizer is None else [{"sum": getattr(optimizer, name)} for name in optimizer.states_of]
+
+
 class _Bags(BaseBatchedEmbeddingBag):  # type: ignore[misc]
     """The shards that a process has of tables of one dtype, in one storage; dense gradients."""
 
@@ -110,6 +129,8 @@ class _Bags(BaseBatchedEmbeddingBag):  # type: ignore[misc]
         self.optimizer: BagOptimizer | None = None
         self._leaf = storage.requires_grad_() if optimizers is not None else None
         self._param_per_table = dict(self._parameters_of_tables())
+        if sharding_type != DATA_PARALLEL:
+            self._averaged = _Averaged(self)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         return embedding_bags(

@@ -26,6 +26,7 @@ from jagged.modules.table_sharding import (
     COLUMN_WISE,
     DATA_PARALLEL,
     TablesSharder,
+    check_replicas,
     checked_keys,
     checked_plan,
     draw_shards,
@@ -68,7 +69,7 @@ class ShardedScheduledEmbeddingCollection(ShardedTables, ShardedEmbeddingCollect
         self._features = {name: key for table, names in named for name, key in zip(names, table.feature_names, strict=True)}
         self._output_dtype = module._output_dtype
         self._keys: list[str] | None = None
-        make_copies_alike(self.embeddings, self.module_sharding_plan, env.process_group)
+        make_copies_alike(self.embeddings, self.module_sharding_plan, env)
 
     def _create_lookups(self) -> None:
         for sharding_type, sharding in self._sharding_type_to_sharding.items():
@@ -84,7 +85,7 @@ class ShardedScheduledEmbeddingCollection(ShardedTables, ShardedEmbeddingCollect
 
     def reset_parameters(self) -> None:
         """Draw new tables by their `init_fn`; copies of a data-parallel one are alike."""
-        draw_shards(self._embedding_configs, self.embeddings, self.module_sharding_plan, self._env.process_group)
+        draw_shards(self._embedding_configs, self.embeddings, self.module_sharding_plan, self._env)
 
     def create_context(self) -> _Context:
         """What is kept of a batch between its steps."""
@@ -185,6 +186,7 @@ class ScheduledEmbeddingCollectionSharder(TablesSharder, EmbeddingCollectionShar
     * Table-wise, column-wise and row-wise a process updates what it has. Of `rowwise_adagrad` and `rowwise_adam` the states of a
       column shard are those of its own columns, so that updates differ from the unsharded module's.
     * Data-parallel tables are copies, whose gradients are averaged. With an optimizer they are refused.
+    * Under `DMPCollection` replicas begin with the first one's shards, and `sync` averages shards and states.
 
     An optimizer that `apply_optimizer_in_backward` gave all parameters is the optimizer of the shards: SGD, Adagrad,
     RowWiseAdagrad, Adam, LAMB, PartialRowWiseAdam or PartialRowWiseLAMB, of PyTorch or TorchRec.
@@ -195,8 +197,9 @@ class ScheduledEmbeddingCollectionSharder(TablesSharder, EmbeddingCollectionShar
     Raises:
         ValueError: when a collection is sharded, another sharding type or compute kernel, frozen tables, an optimizer of
             `apply_optimizer_in_backward` that has no counterpart, data-parallel tables with an optimizer, column shards of
-            several widths, or several of a table in one process that have no multiple of 16 numbers. In forward, keys that are
-            missing or not those of the first batch in their order, or another number of lengths than the sum of the sizes.
+            several widths, or several of a table in one process that have no multiple of 16 numbers. Under `DMPCollection` its
+            strategy `FULLY_SHARDED`, or `decay_missed_steps`. In forward, keys that are missing or not those of the first batch
+            in their order, or another number of lengths than the sum of the sizes.
 
     Shape:
         As `ScheduledEmbeddingCollection`, for the samples of each process, which can be none, or with a batch size for each key
@@ -244,6 +247,7 @@ class ScheduledEmbeddingCollectionSharder(TablesSharder, EmbeddingCollectionShar
     ) -> ShardedScheduledEmbeddingCollection:
         """Return this process's part of a collection."""
         plan = checked_plan(module, params)
+        check_replicas(module, env)
         _check_rows(module, plan)
         return ShardedScheduledEmbeddingCollection(
             module, plan, env, device, qcomm_codecs_registry=self.qcomm_codecs_registry, module_fqn=module_fqn

@@ -19,7 +19,8 @@ class HeldUpdates:
     `step` updates each row that they name once, by its sum over all calls since the last step.
 
     Where the collections are sharded, it is the shards of this process that are held, none perhaps, and `norm` is theirs: who
-    clips by it adds the squares up over the processes. Copies of data-parallel tables stand in each of these norms.
+    clips by it adds the squares up over the processes. Copies of data-parallel tables stand in each of these norms. A process
+    skips what is not finite in its own shards: who wants all to skip it asks `is_finite`, and gives all a scale of NaN.
 
     Args:
         model: with `ScheduledEmbeddingBagCollection` and `ScheduledEmbeddingCollection` modules, in it or itself, that have an
@@ -76,13 +77,18 @@ class HeldUpdates:
             Tensor: `[]` bool on the device, whether the update was made. Where one of the gradients, the norm that was asked for
             or the scale is not finite, tables and optimizers stay as they are.
         """
+        is_finite = self.is_finite()
         if not (updates := self._updates):
-            return torch.ones((), dtype=torch.bool)
-        is_finite = torch.stack([of.is_finite() for of in updates]).all()
+            return is_finite
         # What one may not do the others do not.
         scale = torch.ones((), device=is_finite.device) if scale is None else scale
         scale = torch.where(is_finite, scale, torch.nan)
         return torch.stack([of.step(scale) for of in updates]).all()
+
+    def is_finite(self) -> Tensor:
+        """Return whether the gradients that are held are finite, and the norm that was asked for: `[]` bool on the device."""
+        found = [of.is_finite() for of in self._updates]
+        return torch.stack(found).all() if found else torch.ones((), dtype=torch.bool)
 
     def take(self) -> list[list[Any]]:
         """Take what is held, to give it back: of a CUDA graph, whose replays write the same tensors."""

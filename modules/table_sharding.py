@@ -8,11 +8,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torchrec.distributed.comm import get_topology_group_world_size
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D, ShardingStrategy, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -173,6 +174,27 @@ def check_hosts(tables: Sequence[BaseEmbeddingConfig], plan: Mapping[str, Parame
             )
 
 
+def check_replicas(module: TrainedTables, env: ShardingEnv) -> None:
+    """Refuse what `DMPCollection` would let part in its replicas, and not tell.
+
+    Raises:
+        ValueError: its strategy `FULLY_SHARDED`, or an optimizer that decays missed steps.
+    """
+    if not isinstance(env, ShardingEnv2D):
+        return
+    if env.sharding_strategy == ShardingStrategy.FULLY_SHARDED:
+        raise ValueError(
+            "env: expected a strategy of DMPCollection by which sync() averages replicas, got FULLY_SHARDED, by which FBGEMM's "
+            "kernels alone average themselves; take DEFAULT or PER_MODULE"
+        )
+    update = update_of(module)
+    if update is not None and update(BagLayout((1,), (1,)), torch.device("cpu")).last is not None:
+        raise ValueError(
+            "module: expected an optimizer without decay_missed_steps under DMPCollection, got one with it: sync() averages "
+            "weights and states, while rows have missed other steps in each replica; leave it out"
+        )
+
+
 def checked_keys(features: KeyedJaggedTensor, tables: Sequence[BaseEmbeddingConfig], first: list[str] | None) -> list[str]:
     """Return the keys of a batch, which are those of the first one; None: this is the first.
 
@@ -194,19 +216,21 @@ def draw_shards(
     tables: Sequence[BaseEmbeddingConfig],
     modules: nn.ModuleDict,
     plan: Mapping[str, ParameterSharding],
-    pg: dist.ProcessGroup,
+    env: ShardingEnv,
 ) -> None:
-    """Draw new tables by their `init_fn`; copies of a data-parallel one are alike."""
+    """Draw new tables by their `init_fn`; copies of a data-parallel one are alike, and so are replicas."""
     for table in tables:
         weight: Any = modules[table.name].weight
         if table.init_fn is not None and weight.numel():
             table.init_fn(weight)
-    make_copies_alike(modules, plan, pg)
+    make_copies_alike(modules, plan, env)
 
 
-def make_copies_alike(modules: nn.ModuleDict, plan: Mapping[str, ParameterSharding], pg: dist.ProcessGroup) -> None:
-    """Give every process the first one's copies of data-parallel tables."""
+def make_copies_alike(modules: nn.ModuleDict, plan: Mapping[str, ParameterSharding], env: ShardingEnv) -> None:
+    """Give every process the first one's copies of data-parallel tables, and of replicas every one the first one's shards."""
+    replicas = env.replica_pg if isinstance(env, ShardingEnv2D) else None
     for name, sharding in plan.items():
-        if sharding.sharding_type == DATA_PARALLEL:
+        group = env.process_group if sharding.sharding_type == DATA_PARALLEL else replicas
+        if group is not None:
             weight: Any = modules[name].weight
-            dist.broadcast(weight.data, src=0, group=pg)
+            dist.broadcast(weight.data, group_src=0, group=group)

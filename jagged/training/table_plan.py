@@ -283,9 +283,13 @@ class ShardedUpdates:
         return square.sqrt().float()
 
     def step(self, scale: Tensor | None) -> None:
-        """Update the rows by what is held."""
+        """Update the rows by what is held; where it is not finite in one process, none does."""
         assert self._held is not None
-        self._held.step(scale)
+        scale = torch.ones((), device=self._processes.device) if scale is None else scale
+        # What is not finite makes the sum so, without a wait for the device.
+        of_all = torch.where(self._held.is_finite().to(scale.device), scale, torch.nan)
+        dist.all_reduce(of_all, group=self._processes.group)
+        self._held.step(torch.where(torch.isfinite(of_all), scale, torch.nan))
 
     def drop(self) -> None:
         """Forget what is held."""

@@ -7,6 +7,7 @@ import fcntl
 import functools
 import json
 import logging
+import operator
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan
@@ -167,6 +169,11 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 def shards(tensor: Tensor) -> list[tuple[Tensor, tuple[slice, ...]]]:
     """The parts of a tensor of a state dict that are here, and where they belong."""
+    if isinstance(tensor, DTensor):
+        own = tensor.to_local()
+        # Where none are here it tells of one that is nowhere.
+        places = zip(own.local_shards(), own.local_offsets(), own.local_sizes(), strict=False)
+        return [(part, tuple(map(slice, offsets, map(operator.add, offsets, sizes)))) for part, offsets, sizes in places]
     if not hasattr(tensor, "local_shards"):
         return [(tensor, ())]
     return [

@@ -180,7 +180,9 @@ def test_what_is_not_finite_in_one_storage_changes_none(place: Place) -> None:
     model = Halves()
     held = HeldUpdates(model)
     before = copy.deepcopy(model.state_dict())
+    assert bool(held.is_finite())
     model(torch.inf).backward()
+    assert not bool(held.is_finite())
     assert not bool(held.step())
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, before[name])

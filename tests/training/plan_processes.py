@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor, nn
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from jagged.config import TrainerConfig
@@ -45,7 +46,18 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], int]] = {
     "more processes than tables": ("ranking", "table-wise", "sparse-adamw", {"accumulate": 2}, 4),
     "task of one's own": ("clicks", "row-wise", "adagrad", {"gradient_clip_norm": 0.05}, 2),
 }
-
+# Under autocast, whose rounding of gradients depends on how samples are split over processes, at small rates, so that runs stay
+# near one another: one process, and the same two with whole tables and with a plan.
+_MIXED: dict[str, Any] = {"precision": "bf16-mixed", "learning_rate": 0.002, "table_learning_rate": 0.01}
+MIXED: dict[str, tuple[str, str, str, dict[str, Any], int]] = {
+    "mixed, one process": ("ranking", "replicated", "rowwise-adagrad", _MIXED, 1),
+    "mixed, replicated": ("ranking", "replicated", "rowwise-adagrad", _MIXED, 2),
+    "mixed, row-wise": ("ranking", "row-wise", "rowwise-adagrad", _MIXED, 2),
+    "mixed, table-wise": ("ranking", "table-wise", "rowwise-adagrad", _MIXED, 2),
+}
+# By the norm that gradients are clipped to: what a run does of whose gradients some are not finite.
+OVERFLOWS: dict[str, float | None] = {"clipped": 1.0, "not clipped": None}
+OVERFLOW = 3
 
 # The processes of each part of a run, after which step it ends, and its plan; a second epoch's last steps are 20 to 38.
 PARTS: list[tuple[int, int | None, str]] = [
@@ -70,6 +82,30 @@ class ReadsItself(Clicks):
         return TaskOutput(loss + self.features.embedding_bags["user_id"].weight.square().mean(), scores)
 
 
+class Overflows(Callback):
+    """Lets the gradients of one table overflow in a step, in the last process alone, and keeps which steps moved own rows."""
+
+    def __init__(self, task: Clicks, is_here: bool) -> None:
+        self.moved: list[bool] = []
+        self.counts: list[list[int]] = []
+        self._before: dict[str, Tensor] = {}
+        self._is_here = is_here
+        task.mlp[0].register_full_backward_hook(self._overflow)
+
+    def _overflow(self, _: nn.Module, grads: Any, __: Any) -> tuple[Tensor] | None:
+        if not self._is_here or len(self.moved) != OVERFLOW - 1:
+            return None
+        # Of the columns of the first table.
+        return (torch.cat([torch.full_like(grads[0][:, :8], torch.inf), grads[0][:, 8:]], 1),)
+
+    def on_step(self, progress: Progress) -> None:
+        updates = progress._optimizer._updates
+        now = {name: of.clone() for name, of in updates.weights().items() if of.numel()}
+        self.moved.append(any(not torch.equal(of, self._before.get(name, of)) for name, of in now.items()))
+        self.counts.append([int(of.step) for of in updates.optimizers])
+        self._before = now
+
+
 class Held(Callback):
     """Keeps how many rows of each table a process has while it trains, and the norms of gradients."""
 
@@ -86,19 +122,19 @@ class Held(Callback):
 
 def train(root: Path, case: str, processes: Processes) -> dict[str, Any]:
     """An epoch in the order of the rows; the processes have the parts of each of its batches."""
-    kind, plan, optimizer, more, _ = CASES[case]
+    kind, plan, optimizer, more, _ = {**CASES, **MIXED}[case]
     count = processes.world_size
     split = Dataset.load(root / "table").split(by="time", valid=0.2, test=0.2)
     torch.manual_seed(0)
     task = TASKS[kind](split)
     share = {"max_history": 10, "rank": processes.rank, "world_size": count}
     parts = [getattr(split, part).loader(batch_size=ROWS // count, **share) for part in ("train", "valid", "test")]
+    rates = {"learning_rate": 0.02, "table_learning_rate": RATES[optimizer]}
     config = TrainerConfig(
         output=str(root / f"{case} by {count}"),
         table_plan=plan if count > 1 else "replicated",
         table_optimizer=optimizer,
-        table_learning_rate=RATES[optimizer],
-        **{"max_epochs": 1, "learning_rate": 0.02, "schedule": "linear", "monitor": "auc", "device": "cpu", **more},
+        **{**rates, "max_epochs": 1, "schedule": "linear", "monitor": "auc", "device": "cpu", **more},
     )
     held, pipelined = Held(), set()
     detach = TrainPipelineSparseDist.detach
@@ -120,6 +156,22 @@ def train(root: Path, case: str, processes: Processes) -> dict[str, Any]:
     losses = [row["loss"] for row in found.history]
     told = {"metrics": found.metrics.to_json(), "losses": losses, "norms": held.norms, "pipelined": sorted(pipelined)}
     return {**told, "rows": held.rows, "types": types}
+
+
+def overflowed(root: Path, case: str, processes: Processes) -> dict[str, Any]:
+    split = Dataset.load(root / "table").split(by="time", valid=0.2, test=0.2)
+    torch.manual_seed(0)
+    task = Clicks(split)
+    share = {"rank": processes.rank, "world_size": processes.world_size}
+    train, valid = (getattr(split, part).loader(batch_size=ROWS // processes.world_size, **share) for part in ("train", "valid"))
+    options = {"table_plan": "table-wise", "table_optimizer": "sgd", "gradient_clip_norm": OVERFLOWS[case], "device": "cpu"}
+    config = TrainerConfig(output=str(root / f"overflow {case}"), max_epochs=1, monitor="auc", **options)
+    watched, said = Overflows(task, processes.rank == processes.world_size - 1), None
+    try:
+        Trainer(task, config, callbacks=[watched]).fit(train, valid, progress=False)
+    except TrainingError as error:
+        said = str(error)
+    return {"moved": watched.moved, "counts": watched.counts, "error": said}
 
 
 def in_parts(root: Path, directory: Path, processes: Processes, watched: Callback, options: dict[str, Any]) -> None:
@@ -180,6 +232,19 @@ def refused(root: Path, processes: Processes) -> None:
         (root / f"refused.{processes.rank}").write_text(str(error))
 
 
+def told_by_all(root: Path, case: str, count: int, work: Callable[[Path, str, Processes], Any]) -> list[Any]:
+    """What each of several processes finds."""
+
+    def told(processes: Processes) -> None:
+        (root / f"{case}.{count}.{processes.rank}").write_text(json.dumps(work(root, case, processes)))
+
+    if count == 1:
+        alone(told)
+    else:
+        parallel(root, case, told, count)
+    return [json.loads((root / f"{case}.{count}.{rank}").read_text()) for rank in range(count)]
+
+
 def main() -> None:
     root = Path(sys.argv[1])
     torch.set_num_threads(1)
@@ -202,18 +267,16 @@ def main() -> None:
         result[case] = {"whole": whole, "parts": resumed(root, f"{case} parts", PARTS, RESUMED[case])}
     stops: list[list[tuple[int, int | None, str]]] = [[(2, None, "planned")], [(2, 25, "planned"), (2, None, "planned")]]
     result["stopped"] = [resumed(root, f"stopped {len(of)}", of, {"table_optimizer": "rowwise-adamw"}) for of in stops]
+    for case in OVERFLOWS:
+        result[f"overflow, {case}"] = told_by_all(root, case, 2, overflowed)
+    runs = {case: told_by_all(root, case, MIXED[case][-1], train)[0] for case in MIXED}
+    whole = {case: moving(torch.load(root / f"{case}.{MIXED[case][-1]}", weights_only=True)) for case in MIXED}
+    apart = {case: distance(of, whole["mixed, replicated"]) for case, of in whole.items()}
+    result["mixed"] = {case: {**runs[case], "apart": apart[case]} for case in MIXED}
     for case in CASES:
         count = CASES[case][-1]
-
-        def told(processes: Processes, case: str = case) -> None:
-            found = train(root, case, processes)
-            (root / f"{case}.{processes.world_size}.{processes.rank}").write_text(json.dumps(found))
-
-        alone(told)
-        parallel(root, case, told, count)
+        runs = [*told_by_all(root, case, 1, train), *told_by_all(root, case, count, train)]
         one, several = (moving(torch.load(root / f"{case}.{of}", weights_only=True)) for of in (1, count))
-        files = [f"{case}.1.0", *(f"{case}.{count}.{rank}" for rank in range(count))]
-        runs = [json.loads((root / file).read_text()) for file in files]
         result[case] = {"distance": distance(one, several), "runs": runs, "sizes": {n: len(v) for n, v in one.items() if v.dim()}}
     print(json.dumps(result))
 

@@ -21,8 +21,13 @@ from jagged.training.table_plan import MEASURED, check_plan, plan_tables
 from jagged.training.table_updates import update_tables_in_backward
 from tests.processes import told_by
 from tests.test_docs import ROOT
-from tests.training.plan_processes import CASES, RESUMED
+from tests.training.plan_processes import CASES, OVERFLOW, OVERFLOWS, RESUMED
 from tests.training.two_processes import steps_of
+
+NOT_FINITE = (
+    "the gradient is NaN or infinite at step 3, epoch 1; there is no checkpoint yet. Start again with a lower learning_rate (now "
+    "0.001), gradient_clip_norm or precision=32-true"
+)
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +63,43 @@ def test_a_run_ends_as_one_of_one_process(result: dict[str, Any], case: str) -> 
             assert sorted(counts) == [*[0] * (count - 1), found["sizes"][name]]
         if plan == "row-wise":
             assert counts == [-(-found["sizes"][name] // 2), found["sizes"][name] // 2]
+
+
+@pytest.mark.parametrize("plan", ["row-wise", "table-wise"])
+def test_a_run_in_bfloat16_ends_as_one_with_whole_tables(result: dict[str, Any], plan: str) -> None:
+    """Gradients of the same samples are rounded alike; one process sums them before they are rounded."""
+    runs = result["mixed"]
+    run, whole, one = (runs[f"mixed, {of}"] for of in (plan, "replicated", "one process"))
+    # 0.015 without autocast.
+    assert run["apart"] < 2e-3
+    assert run["losses"] == pytest.approx(whole["losses"], rel=1e-3)
+    assert run["norms"] == pytest.approx(whole["norms"], rel=1e-2)
+    # 2.5e-3 without autocast.
+    assert run["norms"][0] == pytest.approx(one["norms"][0], rel=2e-4)
+    assert run["losses"] == pytest.approx(one["losses"], rel=1e-2)
+    assert one["apart"] < 3e-2
+    for part in ("valid", "test"):
+        assert run["metrics"][part]["click"] == pytest.approx(whole["metrics"][part]["click"], rel=1e-2)
+
+
+@pytest.mark.parametrize("case", OVERFLOWS)
+def test_a_step_whose_gradients_are_not_finite_moves_no_table_in_any_process(result: dict[str, Any], case: str) -> None:
+    """Those of one table alone overflow, in one process alone; the others' tables could be updated, whose steps would differ."""
+    processes = result[f"overflow, {case}"]
+    steps = len(processes[0]["moved"])
+    if case == "clipped":
+        # Weights that all processes have are not finite after it, and the run ends at its next look.
+        assert steps >= OVERFLOW
+        assert [process["error"] for process in processes] == [NOT_FINITE] * 2
+        steps = OVERFLOW
+    else:
+        assert [process["error"] for process in processes] == [None] * 2
+    for process in processes:
+        # Before the first step there is nothing to look at.
+        moved = [step for step in range(2, steps + 1) if process["moved"][step - 1]]
+        assert moved == [step for step in range(2, steps + 1) if step != OVERFLOW]
+        assert process["counts"][OVERFLOW - 1] == process["counts"][OVERFLOW - 2]
+    assert len({count for process in processes for count in process["counts"][-1]}) == 1
 
 
 @pytest.mark.parametrize("case", RESUMED)
