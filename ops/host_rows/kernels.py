@@ -60,6 +60,19 @@ def exchange(x: Inputs, o: Options) -> Nothing:
     return Nothing()
 
 
+@triton.jit
+def num_up_to(value, sorted_numbers, count, STEPS: tl.constexpr):
+    """How many of some sorted numbers are no larger than each value."""
+    found = tl.zeros(value.shape, tl.int32)
+    above = found + count
+    for _ in range(STEPS):
+        middle = (found + above) // 2
+        is_more = (middle < count) & (tl.load(sorted_numbers + middle, mask=middle < count, other=0) <= value)
+        found = tl.where(is_more, middle + 1, found)
+        above = tl.where(is_more, above, middle)
+    return found
+
+
 @triton.jit(do_not_specialize=["num_lookups", "num_features", "no_row", "number"])
 def claim_rows_kernel(
     indices, ends, of_features, slot_of_row, counts, used, is_dirty, rows, missed, totals, num_lookups, num_features, no_row,
@@ -68,13 +81,7 @@ def claim_rows_kernel(
     """Find the rows of some lookups. Of those that miss one row the first to lower its slot from -1 to -2 lists it."""
     place = tl.program_id(0).to(tl.int64) * LOOKUPS + tl.arange(0, LOOKUPS)
     exists = place < num_lookups
-    feature = tl.zeros([LOOKUPS], tl.int32)
-    above = feature + num_features
-    for _ in range(STEPS):
-        middle = (feature + above) // 2
-        is_before = (middle < num_features) & (tl.load(ends + middle, mask=middle < num_features, other=0) <= place)
-        feature = tl.where(is_before, middle + 1, feature)
-        above = tl.where(is_before, above, middle)
+    feature = num_up_to(place, ends, num_features, STEPS)
     # Whatever wrong offsets say, no feature is read that is not there.
     reads = of_features + tl.minimum(feature, num_features - 1) * 4
     id = tl.load(indices + place, mask=exists, other=-1).to(tl.int64)
@@ -113,14 +120,7 @@ def claim(x: Claims, o: Claiming) -> Nothing:
 @triton.jit
 def line_of(row, tables, num_tables, LINES: tl.constexpr, LINE: tl.constexpr, STEPS: tl.constexpr):
     """Line of the host's storage at which a row begins, and its number among the states of rows."""
-    table = tl.zeros(row.shape, tl.int32)
-    above = table + num_tables
-    for _ in range(STEPS):
-        middle = (table + above) // 2
-        is_after = (middle < num_tables) & (tl.load(tables + middle, mask=middle < num_tables, other=0) <= row)
-        table = tl.where(is_after, middle + 1, table)
-        above = tl.where(is_after, above, middle)
-    of_table = tables + tl.maximum(table - 1, 0)
+    of_table = tables + tl.maximum(num_up_to(row, tables, num_tables, STEPS) - 1, 0)
     within = row - tl.load(of_table)
     return tl.load(of_table + num_tables) // LINE + within * LINES, tl.load(of_table + 2 * num_tables) + within
 
