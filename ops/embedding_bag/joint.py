@@ -175,21 +175,25 @@ class JointUpdate:
         # For the next call, too, and for `step`.
         self._held = _joined_lookups(self._held)
         if self._squares is None:
-            squares = torch.zeros(self.optimizer.layout.first_rows[-1], dtype=torch.float32, device=self.weights.device)
-            unused, step, rate = squares[:0], self.optimizer.step, self.optimizer.learning_rate
-            rule = Rule(SQUARES, 0.0, 0.0, 0.0, 0.0, False, True, None)
-            for call in self._parts(self._held):
-                order = None
-                if call is self._held[0] and resolve_backend(call.backend, call.lookups.grad) == "triton":
-                    # Of the lookups that `step` updates by.
-                    order = room_for_order(call.layout, call.lookups)
-                    self._held = [call._replace(order=order)]
-                inputs = UpdateInputs._make(
-                    (self.weights, squares, unused, None, step, rate, *(order or (None, None, None)), *call.lookups)
-                )
-                UPDATE(inputs, UpdateOptions._make((*rule, call.counted_rows, False)), call.backend)
-            self._squares = squares.sum(dtype=torch.float64)
+            self._squares = self._row_squares().sum(dtype=torch.float64)
         return self._squares.sqrt().float()
+
+    def _row_squares(self) -> Tensor:
+        """Of each row of all tables the squared norm of its gradient; what is held, and no slices, knows its order then."""
+        squares = torch.zeros(self.optimizer.layout.first_rows[-1], dtype=torch.float32, device=self.weights.device)
+        states = self.weights, squares, squares[:0], None, self.optimizer.step, self.optimizer.learning_rate
+        rule = Rule(SQUARES, 0.0, 0.0, 0.0, 0.0, False, True, None)
+        for call in self._parts(self._held):
+            order = None
+            if call is self._held[0] and resolve_backend(call.backend, call.lookups.grad) == "triton":
+                # Of the lookups that `step` updates by.
+                order = room_for_order(call.layout, call.lookups)
+                self._held = [call._replace(order=order)]
+            inputs = UpdateInputs._make((*states, *(order or (None, None, None)), *call.lookups))
+            UPDATE(inputs, UpdateOptions._make((*rule, call.counted_rows, False)), call.backend)
+            # The next slice is made when nothing holds this one.
+            del call, inputs
+        return squares
 
     def is_finite(self) -> Tensor:
         """Return whether all that is held is finite, and the norm that was asked for: `[]` bool on the device."""
@@ -289,8 +293,9 @@ class JointUpdate:
             states = self.weights, of.first, of.second, of.last, of.step, of.learning_rate
             inputs = UpdateInputs._make((*states, *(order or (None, None, None)), *x))
             update_rows(inputs, of.rule, call.counted_rows, call.backend, steps, is_sorted=order is not None)
-            # Of one step.
+            # Of one step. The next slice is made when nothing holds this one.
             steps = 0
+            del call, x, order, inputs
         if self._done is not None:
             self._done()
 
@@ -318,7 +323,9 @@ class JointUpdate:
             call = _call_of_bags(self, part.number, slices[0].backend, part.gradient, ids, ends, None)
             if entries is not None:
                 call = _as_one([call, _Call(entries.layout, entries.of_slice(part), None, call.backend)])
+            del part
             yield call
+            del call
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_token": None, "_calls": [], "_backward": -1, "_held": [], "_squares": None}

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from jagged.ops import BagLayout, BagOptimizer, JointUpdate, linear_cross_entropy
 from tests.graphs import captured
+from tests.memory import PeakMemory
 from tests.places import PLACE, Place
 from tests.strategies import random_tensor
 
@@ -127,6 +128,23 @@ def test_no_gradient_of_the_table_is_made(place: Place, holds: bool) -> None:
     # What a row has one number of may be as long as the table.
     assert largest(50 * WIDTH * 4) <= 5 * items
     assert largest(items * WIDTH * 4) >= items * WIDTH
+
+
+@pytest.mark.skipif(PLACE.name == "gpu", reason="there kernels have room of their own")
+@pytest.mark.parametrize("holds", [False, True])
+def test_one_slice_is_kept_at_a_time(place: Place, holds: bool) -> None:
+    items, width = 2_000, 64
+    tables = alone(random_tensor((items, width), torch.float32, 0), "rowwise_adagrad")
+    tables.holds = holds
+    hidden, budget = random_tensor((5, width), torch.float32, 1).requires_grad_(), items * width * 4 // 10
+    with PeakMemory([tables.weights, tables.optimizer.first, hidden]) as memory:
+        linear_cross_entropy(
+            hidden, tables.table(backend=place.backend), targets_of(5, items), memory_budget=budget, backend=place.backend
+        ).backward()
+        if holds:
+            tables.step(1 / tables.norm())
+    # With what is beside it: a few numbers of each row.
+    assert memory.peak < 1.9 * budget
 
 
 def trained(kind: Any, budget: int, *, holds: bool, heads: int = 1, backend: str | None = None) -> JointUpdate:
