@@ -29,6 +29,7 @@ from torchrec.distributed.sharding_plan import (
 from torchrec.distributed.types import DMPCollectionConfig, ShardingPlan, ShardingStrategy
 from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.modules import (
     ScheduledEmbeddingBagCollection,
@@ -136,10 +137,10 @@ def average(wholes: Sequence[Collection], with_states: bool) -> None:
                 one.copy_(mean)
 
 
-def output_apart(found: Any, wanted: Any, sizes: tuple[int, ...], shard: int) -> float:
+def output_apart(found: Any, wanted: Any, batches: list[KeyedJaggedTensor], shard: int) -> float:
     if isinstance(wanted, dict):
-        return rows_apart(found, own_rows(wanted, sizes, shard))
-    return apart(found.values(), wanted.values().split(sizes)[shard])
+        return rows_apart(found, own_rows(wanted, batches, shard))
+    return apart(found.values(), wanted.values().split([features.stride() for features in batches[:-1]])[shard])
 
 
 def training(
@@ -174,7 +175,7 @@ def training(
         found = ours(batches[replica][shard])
         found = dict(found.items()) if kind == "rows" else found
         wanted = [whole(of[-1]) for whole, of in zip(wholes, batches, strict=True)]
-        worst["output"] = max(worst["output"], output_apart(found, wanted[replica], sizes[replica], shard))
+        worst["output"] = max(worst["output"], output_apart(found, wanted[replica], batches[replica], shard))
         loss_of(found).backward()
         for of in wanted:
             (loss_of(of) / SHARDS).backward()
@@ -205,7 +206,7 @@ def copies(kind: str, optimizer: str | None) -> dict[str, float]:
             one.zero_grad()
         found, wanted = ours(batches[rank]), whole(batches[-1])
         found = dict(found.items()) if kind == "rows" else found
-        worst["output"] = max(worst["output"], output_apart(found, wanted, sizes, rank))
+        worst["output"] = max(worst["output"], output_apart(found, wanted, batches, rank))
         loss_of(found).backward()
         (loss_of(wanted) / PROCESSES).backward()
         for one in to_step:
