@@ -268,8 +268,10 @@ def test_opcheck(place: Place, counted_rows: int | None) -> None:
             embedding_bags(
                 weights, *batch.arguments, optimizer=optimizer, schedules=schedules, backend=place.backend
             ).sum().backward()
-    backward = [arguments for operator, arguments in calls if operator._schema.name != "jagged::embedding_bags"]
-    assert [arguments[-2] for arguments in backward] == [counted_rows] * 2
+    backward = [(operator, arguments) for operator, arguments in calls if operator._schema.name != "jagged::embedding_bags"]
+    names = [[argument.name for argument in operator._schema.arguments] for operator, _ in backward]
+    found = [arguments[of.index("counted_rows")] for of, (_, arguments) in zip(names, backward, strict=True)]
+    assert found == [counted_rows] * 2
     for operator, arguments in calls:
         plain = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in arguments)
         torch.library.opcheck(operator, plain)
