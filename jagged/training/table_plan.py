@@ -67,6 +67,9 @@ def check_plan(task: nn.Module, config: LoopOptions, world_size: int) -> bool:
         _refuse(
             config, f"table_optimizer {config.table_optimizer}", f"one of {', '.join(KINDS)}", "adamw moves all rows in each step"
         )
+    if config.table_gradient_bytes is not None:
+        found = f"table_gradient_bytes {config.table_gradient_bytes}"
+        _refuse(config, found, "none", "no table whose rows are shared out has a whole gradient: leave it out")
     collections = _collections(task)
     if not collections:
         _refuse(config, f"a {type(task).__name__}", "a task with collections of tables", "leave it out")

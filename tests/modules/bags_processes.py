@@ -249,10 +249,10 @@ def column_rows(plan: Callable[..., ParameterSharding]) -> dict[str, float]:
     }
 
 
-def selected_by_us() -> dict[str, float]:
+def selected_by_us(work: Callable[..., dict[str, float]], *given: Any, **options: Any) -> dict[str, float]:
     """Rows of samples by PyTorch, as on a GPU where FBGEMM's kernel does not fit the widths."""
     with mock.patch.object(embedding_bags_sharding, "_fbgemm_selects", return_value=False):
-        return training(MIXED, "adagrad", varied=[ALL])
+        return work(*given, **options)
 
 
 def reduce_scattered(plan: list[Any]) -> dict[str, float]:
@@ -505,7 +505,11 @@ def cases(directory: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     for name, varied in {"of one process first": [(1,), (0,), (), ALL], "later": [(), ALL, (0,)]}.items():
         for optimizer in (None, "adagrad"):
             made[f"sizes of features, {name}, {optimizer}"] = functools.partial(training, MIXED, optimizer, varied=varied)
-    made["sizes of features, selected"] = selected_by_us
+    by_us: dict[str, dict[str, Any]] = {"None": {"optimizer": None}, "weighted": {"optimizer": "adagrad", "weighted": True}}
+    by_us["two types"] = {"optimizer": "sgd", "two_types": True}
+    for name, options in by_us.items():
+        made[f"sizes of features, selected, {name}"] = functools.partial(selected_by_us, training, MIXED, varied=[ALL], **options)
+    made["sizes of features, selected, pipelined"] = functools.partial(selected_by_us, pipelined, MIXED, ALL)
     made["sizes of features, pipelined"] = functools.partial(pipelined, MIXED, ALL)
     for optimizer in ("adagrad", "adam"):
         made[f"checkpoint, {optimizer}"] = functools.partial(checkpoint, optimizer, directory, MIXED, [*ONE.values()])

@@ -27,10 +27,10 @@ BY_ROW = ("rowwise_adagrad", "rowwise_adam", "rowwise_lamb", "adam of whole rows
 CASES = [f"{plan}, {of}" for plan in PLANS for of in (*BY_ELEMENT, *(() if plan in ("column-wise", "mixed") else BY_ROW))]
 CASES += [f"{plan}, sizes of features, {of}" for plan in PLANS for of in BY_ELEMENT]
 CASES += [f"sizes of features, {when}, {of}" for when in ("of one process first", "later") for of in ("None", "adagrad")]
+CASES += [f"sizes of features, selected, {of}" for of in ("None", "weighted", "two types", "pipelined")]
 CASES += [
     "one host, None",
     "one host, sizes of features",
-    "sizes of features, selected",
     "sizes of features, pipelined",
     "one_size",
     "checkpoint, adagrad",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -189,6 +191,65 @@ def test_lookups_of_the_rows_are_in_the_same_update(place: Place, kind: str, hol
     assert sliced.optimizer.step == whole.optimizer.step == 2
     for ours, theirs in zip(*([of.optimizer.first, of.optimizer.second] for of in (sliced, whole)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-3])
+def test_filtered(place: Place, monkeypatch: pytest.MonkeyPatch, eps: float) -> None:
+    """A slice leaves out what is as small as that in the whole gradient."""
+    from jagged.ops.cross_entropy.triton import filter
+
+    # Of any size, and whether it pays or not.
+    monkeypatch.setattr(filter, "LEAST_WORK", 0)
+    monkeypatch.setattr(filter, "MARGIN", math.inf)
+    hidden, weight = (4 * random_tensor((rows, WIDTH), torch.float32, rows) for rows in (ROWS, ITEMS))
+    exact = weight.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(linear_cross_entropy(hidden, exact, targets_of(ROWS, ITEMS), backend=place.backend), exact)
+    tables = alone(weight)
+    linear_cross_entropy(
+        hidden, tables.table(backend=place.backend), targets_of(ROWS, ITEMS), filter_eps=eps, memory_budget=SLICE,
+        backend=place.backend,
+    ).backward()  # fmt: skip
+    counted = targets_of(ROWS, ITEMS) >= 0
+    # Of each logit at most eps times the largest row's weight, the mean's share.
+    bound = eps / int(counted.sum()) * hidden[counted].abs().sum(0)
+    assert ((weight - rows_of(tables) - expected).abs() <= bound + 4e-6).all()
+
+
+# Of Dynamo's, where a tensor that comes in has a history.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_it_keeps_the_whole_gradient(place: Place) -> None:
+    hidden, weight = (random_tensor((rows, WIDTH), torch.float32, rows) for rows in (ROWS, ITEMS))
+
+    def call(hidden: Tensor, table: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, table, targets_of(ROWS, ITEMS), memory_budget=SLICE, backend=place.backend)
+
+    eager, compiled = alone(weight), alone(weight)
+    call(hidden.clone().requires_grad_(), eager.table(backend=place.backend)).backward()
+    torch.compiler.reset()
+    by_compiler = torch.compile(call, fullgraph=True, backend="aot_eager")
+    by_compiler(hidden.clone().requires_grad_(), compiled.table(backend=place.backend)).backward()
+    torch.testing.assert_close(compiled.weights, eager.weights, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(compiled.weights, weight.flatten())
+
+
+def test_a_copy_holds_nothing(place: Place) -> None:
+    """What is held goes with the process, as of lookups; the copy updates by what comes after it."""
+    tables = alone(random_tensor((ITEMS, WIDTH), torch.float32, 0))
+    tables.holds = True
+    hidden = random_tensor((ROWS, WIDTH), torch.float32, 1).requires_grad_()
+
+    def backward(of: JointUpdate) -> None:
+        linear_cross_entropy(
+            hidden, of.table(backend=place.backend), targets_of(ROWS, ITEMS), memory_budget=SLICE, backend=place.backend
+        ).backward()
+
+    backward(tables)
+    copied = pickle.loads(pickle.dumps(tables))
+    assert float(copied.norm()) == 0
+    backward(copied)
+    for of in (tables, copied):
+        assert of.step()
+    assert torch.equal(copied.weights, tables.weights)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -238,6 +238,16 @@ def test_what_no_plan_serves_is_refused(case: str) -> None:
     assert not check_plan(task(), TrainerConfig(table_optimizer=optimizer), world_size)
 
 
+def test_a_plan_refuses_slices_of_what_is_never_whole() -> None:
+    config = TrainerConfig(table_plan="row-wise", table_optimizer="sgd", table_gradient_bytes=640)
+    with pytest.raises(TrainingError) as caught:
+        check_plan(Tables(bags=bags("user")), config, 2)
+    assert str(caught.value) == (
+        "table_plan: got row-wise with table_gradient_bytes 640, expected none; no table whose rows are shared out has a whole "
+        "gradient: leave it out"
+    )
+
+
 def test_a_trainer_in_one_process_refuses_a_plan(tmp_path: Path) -> None:
     config = TrainerConfig(output=str(tmp_path / "run"), table_plan="row-wise", table_optimizer="sgd", device="cpu")
     with pytest.raises(TrainingError) as caught:
