@@ -432,5 +432,5 @@ def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 @_kept
 def _ragged_bags(order: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """For keys in an order the bags of each, one key after the other."""
-    bags = torch.arange(sum(sizes)).split(list(sizes))
-    return torch.cat([bags[key] for key in order]).to(device)
+    bags = torch.arange(sum(sizes), device=device).split(list(sizes))
+    return torch.cat([bags[key] for key in order])

@@ -264,23 +264,23 @@ class ShardedScheduledEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagC
 
     def _create_output_dist(self) -> None:
         super()._create_output_dist()
-        for place, (sharding, sharding_type) in enumerate(zip(self._embedding_shardings, self._sharding_types, strict=True)):
-            if sharding_type not in (ROW_WISE, *ROWS_OF_HOSTS):
-                continue
-            if dist.get_backend(sharding._pg) == "nccl" and not self._is_varied:
-                # It has a reduce-scatter. Of batches of several sizes each backend exchanges parts, which are as many bytes.
-                continue
-            if sharding_type == ROW_WISE:
-                self._output_dists[place] = _ExchangedSums(sharding, self._device)
-            else:
-                of_hosts = self._output_dists[place]
-                if of_hosts._cross_dist is None:
-                    of_hosts._create_output_dist_modules(_VARIED_CONTEXT)
-                of_hosts._intra_dist = of_hosts._variable_intra_dist = _HostSums(of_hosts)
+        if not _has_reduce_scatter(self._env.process_group):
+            self._exchange_sums()
         if self._is_fused:
             # Until states are made: TorchRec 1.6 would now wrap the lookups of copies, as `init_data_parallel` does later ones'.
             self._kept_shardings: list[Any] = self._embedding_shardings
             self._embedding_shardings: list[Any] = []
+
+    def _exchange_sums(self) -> None:
+        """Let processes exchange their parts of sums, and add them up."""
+        for place, (sharding, sharding_type) in enumerate(zip(self._embedding_shardings, self._sharding_types, strict=True)):
+            if sharding_type == ROW_WISE:
+                self._output_dists[place] = _ExchangedSums(sharding, self._device)
+            elif sharding_type in ROWS_OF_HOSTS:
+                of_hosts = self._output_dists[place]
+                if of_hosts._cross_dist is None:
+                    of_hosts._create_output_dist_modules(_VARIED_CONTEXT)
+                of_hosts._intra_dist = of_hosts._variable_intra_dist = _HostSums(of_hosts)
 
     def _initialize_torch_state(self, *args: Any, **kwargs: Any) -> None:
         if self._is_fused:
@@ -343,6 +343,9 @@ class ShardedScheduledEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagC
             if found == _REFUSED:
                 raise ValueError("features: another process refused its first batch; the error there says why")
             self._is_varied = found == _VARIED
+            if self._is_varied and _has_reduce_scatter(self._env.process_group):
+                # What is exchanged then is as many bytes, and each process may have as many samples as it likes.
+                self._exchange_sums()
         if not own and not self._is_varied:
             return features, None
         sizes = features.stride_per_key()
@@ -407,6 +410,11 @@ class ShardedScheduledEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagC
     def unsharded_module_type(self) -> type[ScheduledEmbeddingBagCollection]:
         """What was sharded."""
         return ScheduledEmbeddingBagCollection
+
+
+def _has_reduce_scatter(processes: dist.ProcessGroup) -> bool:
+    """Whether sums of rows' parts, of batches of one size, are made on the way."""
+    return bool(dist.get_backend(processes) == "nccl")
 
 
 def _has_own_sizes(features: KeyedJaggedTensor) -> bool:

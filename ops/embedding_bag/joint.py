@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from jagged.ops._shared.backends import resolve_backend
+from jagged.ops._shared.copies import to_device
 from jagged.ops.embedding_bag.api import prepared
 from jagged.ops.embedding_bag.fields import BATCH, OfBatch
 from jagged.ops.embedding_bag.layout import BagLayout, as_real_tensors
@@ -543,4 +544,4 @@ def _alone(layout: BagLayout, number: int) -> BagLayout:
 def _on_both(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
     with as_real_tensors():
         host = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(BATCH))
-        return host, host.to(device)
+        return host, to_device(host, device)

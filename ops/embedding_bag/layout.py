@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from jagged.ops._shared.copies import to_device
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.embedding_bag.fields import BATCH, FEATURE, OfBatch, OfFeature, OfPart, OfPlace, OfTable
 
@@ -321,7 +322,7 @@ def _new_batches(of: _OfBatches, sizes: tuple[int, ...], device: torch.device, n
         first += count
     with as_real_tensors():
         host = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(BATCH))
-        return Batches(host, host.to(device), next_sequence)
+        return Batches(host, to_device(host, device), next_sequence)
 
 
 def _traced_batches(of: _OfBatches, sizes: tuple[int, ...], device: torch.device, num_samples: int | None) -> Batches:

@@ -146,7 +146,7 @@ def training(
     weighted: bool = False,
     two_types: bool = False,
     width: int = 16,
-    reduce_scatter: bool = False,
+    batch_sizes: Sequence[tuple[int, ...]] = SIZES,
     varied: Sequence[tuple[int, ...]] = ((),),
 ) -> dict[str, float]:
     """Steps of the sharded module beside those of the unsharded one, which gets the processes' batches as one.
@@ -174,9 +174,7 @@ def training(
         to_step.append(KeyedOptimizerWrapper(left, functools.partial(torch.optim.SGD, lr=RATE)))
     worst = {"tables at first": tables_apart(bags, whole), "states at first": states_apart(dmp, whole)}
     worst |= {"pooled": 0.0, "gradients": 0.0, "exchanges of another kind": 0.0}
-    if reduce_scatter:
-        bags._output_dists = [sharding.create_output_dist(here()) for sharding in bags._embedding_shardings]
-    for step, sizes in enumerate([(2,) * PROCESSES, (3,) * PROCESSES] if reduce_scatter else SIZES):
+    for step, sizes in enumerate(batch_sizes):
         batches = batch(sizes, step, weighted, 0 if step == EMPTY else 4, varied[step % len(varied)])
         CALLS.clear()
         got, wanted = bags(batches[rank]), whole(batches[-1])
@@ -255,9 +253,13 @@ def selected_by_us(work: Callable[..., dict[str, float]], *given: Any, **options
         return work(*given, **options)
 
 
-def reduce_scattered(plan: list[Any]) -> dict[str, float]:
-    """What NCCL does with parts of rows, and gloo does where all batches have one size."""
-    return training(plan, "adagrad", reduce_scatter=True)
+def reduce_scattered(plan: list[Any], **options: Any) -> dict[str, float]:
+    """Parts of rows as over NCCL; gloo scatters sums where all batches have one size."""
+    with mock.patch.object(embedding_bags_sharding, "_has_reduce_scatter", return_value=True):
+        return training(plan, "adagrad", **options)
+
+
+ONE_SIZE = [(2,) * PROCESSES, (3,) * PROCESSES]
 
 
 def state_dicts(plan: list[Any]) -> dict[str, float]:
@@ -460,7 +462,8 @@ def cases_of_hosts(directory: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     for optimizer in ("rowwise_adagrad", "adam of whole rows"):
         made[f"table-row-wise, {optimizer}"] = functools.partial(training, OF_HOSTS["table-row-wise"], optimizer)
     for name in ("table-row-wise", "grid"):
-        made[f"{name}, reduce_scattered"] = functools.partial(reduce_scattered, OF_HOSTS[name])
+        made[f"{name}, reduce_scattered"] = functools.partial(reduce_scattered, OF_HOSTS[name], batch_sizes=ONE_SIZE)
+        made[f"{name}, as over NCCL"] = functools.partial(reduce_scattered, OF_HOSTS[name], varied=[ALL])
     mixed, others = OF_HOSTS["mixed"], [*OF_HOSTS.values()][:3]
     return {
         **made,
@@ -514,7 +517,9 @@ def cases(directory: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     for optimizer in ("adagrad", "adam"):
         made[f"checkpoint, {optimizer}"] = functools.partial(checkpoint, optimizer, directory, MIXED, [*ONE.values()])
     made["column_rows"] = functools.partial(column_rows, column_wise(ranks=[0, 1]))
-    made["reduce_scattered"] = functools.partial(reduce_scattered, ONE["row-wise"])
+    made["reduce_scattered"] = functools.partial(reduce_scattered, ONE["row-wise"], batch_sizes=ONE_SIZE)
+    made["as over NCCL"] = functools.partial(reduce_scattered, ONE["row-wise"], varied=[ALL])
+    made["as over NCCL, later"] = functools.partial(reduce_scattered, MIXED, batch_sizes=ONE_SIZE, varied=[(), ALL])
     made["pipelined"] = functools.partial(pipelined, MIXED)
     made["state_dicts"] = functools.partial(state_dicts, MIXED)
     others = (

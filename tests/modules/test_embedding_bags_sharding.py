@@ -38,6 +38,8 @@ CASES += [
     "several_shards_in_one",
     "column_rows",
     "reduce_scattered",
+    "as over NCCL",
+    "as over NCCL, later",
     "pipelined",
     "planned",
 ]
@@ -50,6 +52,8 @@ CASES_OF_HOSTS += [
     "table-row-wise, adam of whole rows",
     "table-row-wise, reduce_scattered",
     "grid, reduce_scattered",
+    "table-row-wise, as over NCCL",
+    "grid, as over NCCL",
     "in one host",
     "in one host, sizes of features",
     "mixed, weighted",

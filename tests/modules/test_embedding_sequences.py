@@ -112,6 +112,27 @@ def test_a_single_key_does_not_wait_for_the_device(place: Place, samples: int) -
         same(found, twin(features))
 
 
+def test_keys_of_known_lengths_do_not_wait_for_the_device(place: Place) -> None:
+    """Nor where there are other lengths in each step."""
+    ours, twin = pair([table("x", 7, "a", "b"), table("y", 5, "c")])
+    batches = [features_of(seed, 3, ["c", "a", "b"]) for seed in range(6)]
+    totals = [tuple(features.length_per_key()) for features in batches]
+    assert len(set(totals)) == len(batches)
+    for features in batches[:2]:
+        sum(of.values().square().sum() for of in ours(features).values()).backward()
+    if PLACE.name == "gpu":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = [ours(features) for features in batches[2:]]
+        for of_keys in found:
+            sum(of.values().square().sum() for of in of_keys.values()).backward()
+    finally:
+        if PLACE.name == "gpu":
+            torch.cuda.set_sync_debug_mode("default")
+    for of_keys, features in zip(found, batches[2:], strict=True):
+        same(of_keys, twin(features))
+
+
 def test_one_batch_size_for_each_key(place: Place) -> None:
     ours, twin = pair([table("x", 7, "a", "b"), table("y", 5, "c")])
     features = KeyedJaggedTensor(

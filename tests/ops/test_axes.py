@@ -110,7 +110,9 @@ def test_autocast_compiled(place: Place, family: str) -> None:
     """A compiled call and its gradients are those of an eager one, bit for bit, whatever is cast."""
     step = step_of(family)
     torch.compiler.reset()
-    compiled = torch.compile(lambda *leaves: list(step.forward(*leaves)), backend="aot_eager", fullgraph=True)
+    # `aot_eager` changes a copy of what an operator changes in place, and that of a pinned table is not pinned.
+    compiler = "inductor" if family == "host_rows" else "aot_eager"
+    compiled = torch.compile(lambda *leaves: list(step.forward(*leaves)), backend=compiler, fullgraph=True)
     # With its cache an eager call casts a leaf of several layers once, and adds up its gradients in 16 bits.
     with torch.autocast(place.device.type, dtype=torch.bfloat16, cache_enabled=False):
         got, expected = compiled(*step.leaves), step.forward(*step.leaves)

@@ -17,6 +17,7 @@ from jagged.config import TrainerConfig
 from jagged.data import BatchLoader, split_leave_one_out, synthetic_sessions
 from jagged.models import NextItemTask, Task, TaskOutput, TaskScores, build
 from jagged.models.pretrained import from_pretrained
+from jagged.modules import SampledCrossEntropyHead, UniformSampler
 from jagged.runs.training import train
 from jagged.training import TrainingInterrupted
 from jagged.training.engine import Engine
@@ -46,14 +47,23 @@ def test_a_run_in_mixed_precision_opens_on_the_cpu(tmp_path: Path) -> None:
     assert result.steps == on_gpu.steps
 
 
-@pytest.mark.parametrize("options", [{}, {"table_optimizer": "rowwise-adagrad", "table_gradient_bytes": 16_384}])
-def test_steps_wait_for_nothing(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("options", "num_negatives"),
+    [
+        ({}, None),
+        ({"table_optimizer": "rowwise-adagrad", "table_gradient_bytes": 16_384}, None),
+        ({"table_optimizer": "rowwise-adagrad"}, 7),
+    ],
+)
+def test_steps_wait_for_nothing(options: dict[str, Any], num_negatives: int | None) -> None:
     dataset = synthetic_sessions(0, num_users=400)[0]
     device = torch.device("cuda", torch.cuda.current_device())
     loader = BatchLoader(split_leave_one_out(dataset).train, batch_size=16, max_seq_len=50, shuffle=True, seed=0, pin_memory=True)
     with process_group(device) as processes:
         model = build("sasrec", num_items=dataset.num_items, embedding_dim=32, dropout=0.2).to(device)
-        engine = Engine(NextItemTask(model), TrainerConfig(**options), "bf16-mixed", processes)
+        sampled = None if num_negatives is None else UniformSampler(dataset.num_items, num_negatives, seed=1)
+        task = NextItemTask(model, head=None if sampled is None else SampledCrossEntropyHead(sampled)).to(device)
+        engine = Engine(task, TrainerConfig(**options), "bf16-mixed", processes)
         # Kernels are compiled and loaded in the first steps.
         for _ in engine.steps(itertools.islice(iter(loader), 4)):
             pass
