@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from jagged.ops._shared.validation import autocast_dtype
-from jagged.ops.cross_entropy.spec import LINEAR_CROSS_ENTROPY, WEIGHT_GRADIENT, GradientInputs, GradientOptions, Inputs, Options
+from jagged.ops.cross_entropy.spec import LINEAR_CROSS_ENTROPY, WEIGHT_GRADIENT, GradientInputs, Inputs, Options
 
 #: Takes a gradient in slices.
 Taker = Callable[["WeightSlices"], None]
@@ -43,7 +43,7 @@ class WeightSlices:
         weight = x.weight[first:last].to(x.hidden.dtype)
         part = x._replace(weight=weight, target=target, bias=bias, item_scale=scale, smoothing=smoothing)
         with torch.autocast(x.hidden.device.type, enabled=False):
-            gradient: Tensor = WEIGHT_GRADIENT(part, GradientOptions(*self._o), self._backend).gradient
+            gradient: Tensor = WEIGHT_GRADIENT(part, self._o, self._backend).gradient
         return gradient
 
     def is_finite(self) -> Tensor:

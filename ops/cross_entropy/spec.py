@@ -89,36 +89,24 @@ class GradientInputs(NamedTuple):
     smoothing: Tensor | None = None
 
 
-class GradientOptions(NamedTuple):
-    """Those of the loss."""
-
-    temperature: float
-    softcap: float | None
-    ignore_index: int
-    hidden_eps: float | None
-    weight_eps: float | None
-    strategy: str
-    memory_budget: int
-
-
 class Gradient(NamedTuple):
     """Of the items' weights, `[V, D]`, at least float32."""
 
     gradient: Tensor
 
 
-def gradient_by(backward: Callable[..., dict[str, Tensor]], x: GradientInputs, o: GradientOptions) -> Gradient:
+def gradient_by(backward: Callable[..., dict[str, Tensor]], x: GradientInputs, o: Options) -> Gradient:
     """Return the weights' gradient by an implementation's backward pass."""
     given = Inputs(x.hidden, x.weight, x.target, x.bias, x.item_scale, x.smoothing)
     grads = Outputs._make((x.grad_lse, x.grad_target, x.grad_smoothed))
     out = Outputs(x.lse, x.lse, x.lse)
-    return Gradient(backward(grads, given, out, Options(*o), {"weight": x.lse.dtype})["weight"])
+    return Gradient(backward(grads, given, out, o, {"weight": x.lse.dtype})["weight"])
 
 
 WEIGHT_GRADIENT = operator(
     "linear_cross_entropy_weight_gradient",
     GradientInputs,
-    GradientOptions,
+    Options,
     Gradient,
     shapes=lambda x, o: Gradient(torch.empty_like(x.weight, dtype=x.lse.dtype)),
     torch="jagged.ops.cross_entropy.torch_impl:weight_gradient",

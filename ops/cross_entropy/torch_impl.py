@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from jagged.ops.cross_entropy.norms import less_radial
-from jagged.ops.cross_entropy.spec import Gradient, GradientInputs, GradientOptions, Inputs, Options, Outputs, gradient_by
+from jagged.ops.cross_entropy.spec import Gradient, GradientInputs, Inputs, Options, Outputs, gradient_by
 
 # A tile of logits stays in the processor's cache between the passes over it.
 TILE_BYTES = 8 * 1024 * 1024
@@ -99,7 +99,7 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
     return found
 
 
-def weight_gradient(x: GradientInputs, o: GradientOptions) -> Gradient:
+def weight_gradient(x: GradientInputs, o: Options) -> Gradient:
     """Return the gradient of the weights alone."""
     return gradient_by(backward, x, o)
 

@@ -103,7 +103,9 @@ class JointUpdate:
         self._backward = -1
         self.holds = False
         self._held: list[_Call | Slices] = []
+        # What was found out about what is held.
         self._squares: Tensor | None = None
+        self._finite: Tensor | None = None
         self._is_captured = False
 
     def embedding_bags(
@@ -201,10 +203,12 @@ class JointUpdate:
         if self._squares is not None:
             # Everything that a row moves by is in them.
             return torch.isfinite(self._squares)
-        lookups = [call.lookups for call in self._held if isinstance(call, _Call)]
-        found = [torch.isfinite(x).all() for of in lookups for x in (of.grad, of.per_sample_weights) if x is not None]
-        found += [of.source.is_finite() for of in self._held if isinstance(of, Slices)]
-        return torch.stack(found).all() if found else torch.ones((), dtype=torch.bool, device=self.weights.device)
+        if self._finite is None:
+            lookups = [call.lookups for call in self._held if isinstance(call, _Call)]
+            found = [torch.isfinite(x).all() for of in lookups for x in (of.grad, of.per_sample_weights) if x is not None]
+            found += [of.source.is_finite() for of in self._held if isinstance(of, Slices)]
+            self._finite = torch.stack(found).all() if found else torch.ones((), dtype=torch.bool, device=self.weights.device)
+        return self._finite
 
     def step(self, scale: Tensor | None = None) -> Tensor:
         """Update each row that the held gradients name, once, by their sum; nothing where none are held.
@@ -242,7 +246,7 @@ class JointUpdate:
         """
         # Replays write other ids, whose order is another one.
         calls = [of._replace(order=None) if isinstance(of, _Call) else of for of in self._held]
-        self._held, self._squares = [], None
+        self._held, self._squares, self._finite = [], None, None
         return calls
 
     def give(self, calls: list[Any]) -> None:
@@ -250,11 +254,11 @@ class JointUpdate:
         # A replay has read the tables as they are now, whatever they were when it was captured.
         version = self.weights._version
         self._held = self._held + [of._replace(version=version) if isinstance(of, Slices) else of for of in calls]
-        self._squares, self._is_captured = None, False
+        self._squares, self._finite, self._is_captured = None, None, False
 
     def drop(self) -> None:
         """Forget the gradients that are held."""
-        self._held, self._squares = [], None
+        self._held, self._squares, self._finite = [], None, None
         if self._done is not None:
             self._done()
 
@@ -281,7 +285,7 @@ class JointUpdate:
             return
         if self.holds:
             self._held = self._held + calls
-            self._squares, self._is_captured = None, _is_capturing(self.weights)
+            self._squares, self._finite, self._is_captured = None, None, _is_capturing(self.weights)
             return
         self._update(calls)
 
@@ -329,7 +333,7 @@ class JointUpdate:
             del call
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_token": None, "_calls": [], "_backward": -1, "_held": [], "_squares": None}
+        return {**self.__dict__, "_token": None, "_calls": [], "_backward": -1, "_held": [], "_squares": None, "_finite": None}
 
 
 class _Update(torch.autograd.Function):

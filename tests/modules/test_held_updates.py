@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
@@ -194,6 +195,36 @@ def test_what_is_not_finite_in_one_storage_changes_none(place: Place) -> None:
     torch.testing.assert_close(float(held.norm()), (WIDTH * (1 + 1 + 4 + 4)) ** 0.5)
     assert bool(held.step())
     assert [int(of.step) for of in model.rows.optimizers] == [1, 1]
+
+
+def test_gradients_are_asked_once_whether_they_are_finite(place: Place) -> None:
+    """Who asks before the step, as processes that share tables do, reads them no second time; what comes after counts."""
+    model = Recommender("sgd", all_items())
+    held = HeldUpdates(model)
+    asked: list[torch.Size] = []
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            # What `isfinite` is made of.
+            if func is torch.ops.aten.abs.default and args[0].dim():
+                asked.append(args[0].shape)
+            return func(*args, **(kwargs or {}))
+
+    model(*batch(0)).backward()
+    with Counting():
+        assert bool(held.is_finite())
+        once = len(asked)
+        assert bool(held.step())
+    assert once > 0
+    assert len(asked) == once
+    # Not what was found of the last batch's.
+    model(*batch(1)).backward()
+    assert bool(held.is_finite())
+    (model(*batch(2)) * torch.inf).backward()
+    before = model.items.embeddings["item"].weight.detach().clone()
+    assert not bool(held.is_finite())
+    assert not bool(held.step())
+    assert torch.equal(model.items.embeddings["item"].weight, before)
 
 
 def test_a_copy_updates_by_itself(place: Place) -> None:

@@ -97,7 +97,7 @@ def test_a_leak_is_seen(place: Place) -> None:
     kept: list[Tensor] = []
     flat = Flat(place)
     # Twice what is just seen: the rest of the process may give some back.
-    elements = max(1, 2 * flat.allowed[0] // 160 // 4)
+    elements = max(1, 2 * flat.allowed // 160 // 4)
 
     def leak(number: int) -> None:
         kept.append(torch.ones(elements, device=place.device))

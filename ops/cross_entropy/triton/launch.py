@@ -10,7 +10,7 @@ from torch import Tensor
 from jagged.ops._shared.matrices import aligned, inverse_scale_of
 from jagged.ops.cross_entropy import hopper
 from jagged.ops.cross_entropy.norms import less_radial
-from jagged.ops.cross_entropy.spec import Gradient, GradientInputs, GradientOptions, Inputs, Options, Outputs, gradient_by
+from jagged.ops.cross_entropy.spec import Gradient, GradientInputs, Inputs, Options, Outputs, gradient_by
 from jagged.ops.cross_entropy.strategy import chunk_items_of
 from jagged.ops.cross_entropy.triton.arguments import Items
 from jagged.ops.cross_entropy.triton.backward import backward_fused
@@ -60,6 +60,6 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
     return found
 
 
-def weight_gradient(x: GradientInputs, o: GradientOptions) -> Gradient:
+def weight_gradient(x: GradientInputs, o: Options) -> Gradient:
     """Return the gradient of the weights alone, by the same kernels."""
     return gradient_by(backward, x, o)
