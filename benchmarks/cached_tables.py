@@ -7,7 +7,8 @@
 
 A table of ten million rows of width 128, float32, with a budget of a quarter of its bytes, and histories of 200 ids in the mean,
 of Zipf's distribution with an exponent of 1.05. A step is forward and the backward pass with the update in it, by SGD and by
-Adagrad with a number a row; each has a batch of its own, 400 steps come before the ones that are timed.
+Adagrad with a number a row; each has a batch of its own, 400 steps come before the ones that are timed. `prefetched` and
+`fbgemm_prefetched` are told of each batch after the lookup of the one before, on a stream of their own.
 
 Times are of the wall clock, the host's part included, for so many steps in a row. Of them:
 
@@ -22,6 +23,7 @@ It is checked on a smaller table first: weights after ten steps against those of
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -40,7 +42,7 @@ ROWS, WIDTH, MEAN, EXPONENT, SHARE = 10_000_000, 128, 200, 1.05, 4
 SAMPLES = (1024, 4096)
 RATE, EPS = 0.01, 1e-8
 KINDS: tuple[BagOptimizerKind, ...] = ("sgd", "rowwise_adagrad")
-METHODS = ("jagged", "whole", "fbgemm")
+METHODS = ("jagged", "prefetched", "whole", "fbgemm", "fbgemm_prefetched")
 
 
 class Batch(NamedTuple):
@@ -93,15 +95,23 @@ def collection(rows: int, kind: BagOptimizerKind, device: str, cache_bytes: int 
     return ScheduledEmbeddingCollection([config], device, optimizer=kind, optimizer_options=options, cache_bytes=cache_bytes)
 
 
-def lookup_in(tables: ScheduledEmbeddingCollection) -> Callable[[Batch], Tensor]:
-    def lookup(batch: Batch) -> Tensor:
-        features = KeyedJaggedTensor(keys=["history"], values=batch.ids, offsets=batch.offsets)
-        return tables(features)["history"].values()
+class Tables(NamedTuple):
+    """What a batch is for a lookup, the lookup, and what brings rows before it; None: nothing does."""
 
-    return lookup
+    features: Callable[[Batch], Any]
+    rows: Callable[[Any], Tensor]
+    prefetch: Callable[[Any], Any] | None = None
 
 
-def fbgemm(rows: int, kind: BagOptimizerKind) -> Callable[[Batch], Tensor]:
+def tables_of(collection: ScheduledEmbeddingCollection, *, is_prefetched: bool = False) -> Tables:
+    return Tables(
+        lambda batch: KeyedJaggedTensor(keys=["history"], values=batch.ids, offsets=batch.offsets),
+        lambda features: collection(features)["history"].values(),
+        collection.prefetch if is_prefetched else None,
+    )
+
+
+def fbgemm(rows: int, kind: BagOptimizerKind, *, is_prefetched: bool) -> Tables:
     """Its table-batched embeddings of pooling mode NONE, with a cache for the same share of the rows."""
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation, PoolingMode
@@ -117,14 +127,33 @@ def fbgemm(rows: int, kind: BagOptimizerKind) -> Callable[[Batch], Tensor]:
         cache_load_factor=1 / SHARE,
         device=torch.device("cuda"),
         bounds_check_mode=BoundsCheckMode.NONE,
+        prefetch_pipeline=is_prefetched,
     )
     tables.init_embedding_weights_uniform(-0.01, 0.01)
-    return lambda batch: tables(batch.ids, batch.offsets)  # type: ignore[no-any-return]
+    stream = torch.cuda.current_stream()
+    return Tables(
+        lambda batch: batch,
+        lambda batch: tables(batch.ids, batch.offsets),
+        (lambda batch: tables.prefetch(batch.ids, batch.offsets, forward_stream=stream)) if is_prefetched else None,
+    )
 
 
-def steps_of(lookup: Callable[[Batch], Tensor], batches: list[Batch], grad: Tensor) -> None:
-    for batch in batches:
-        lookup(batch).backward(grad[: batch.ids.shape[0]])
+@functools.cache
+def side_stream() -> Any:
+    """A stream that has nothing else to do; the batches are there before steps begin."""
+    return torch.cuda.Stream()
+
+
+def steps_of(tables: Tables, batches: list[Batch], grad: Tensor) -> None:
+    following = tables.features(batches[0])
+    for number, batch in enumerate(batches):
+        rows = tables.rows(following)
+        if number + 1 < len(batches):
+            following = tables.features(batches[number + 1])
+            if tables.prefetch is not None:
+                with torch.cuda.stream(side_stream() if rows.is_cuda else None):
+                    tables.prefetch(following)
+        rows.backward(grad[: batch.ids.shape[0]])
 
 
 def check(kind: BagOptimizerKind, device: str) -> None:
@@ -140,7 +169,7 @@ def check(kind: BagOptimizerKind, device: str) -> None:
     batches = [batch_of(8, rows, seed, device) for seed in range(10)]
     grad = torch.randn(16 * MEAN, WIDTH, device=device)
     for tables in (whole, cached):
-        steps_of(lookup_in(tables), batches, grad)
+        steps_of(tables_of(tables, is_prefetched=True), batches, grad)
     for of in ("state_dict", "optimizer_state_dict"):
         expected = getattr(whole, of)()
         for name, found in getattr(cached, of)().items():
@@ -150,14 +179,12 @@ def check(kind: BagOptimizerKind, device: str) -> None:
         raise ArithmeticError("wrong: nothing was written back")
 
 
-def timed(
-    lookup: Callable[[Batch], Tensor], options: argparse.Namespace, samples: int, warm: Callable[[], Any]
-) -> dict[str, Any]:
+def timed(tables: Tables, options: argparse.Namespace, samples: int, warm: Callable[[], Any]) -> dict[str, Any]:
     """Microseconds of a step, of three rounds, after those that fill the cache."""
     device, rows = options.device, options.rows
     grad = torch.randn(2 * samples * MEAN, WIDTH, device=device)
     for seed in range(options.warm):
-        steps_of(lookup, [batch_of(samples, rows, seed, device)], grad)
+        steps_of(tables, [batch_of(samples, rows, seed, device)], grad)
     warm()
     of_rounds, ids, ranks = [], 0, []
     for number in range(3):
@@ -165,7 +192,7 @@ def timed(
         batches = [batch_of(samples, rows, first + seed, device) for seed in range(options.steps)]
         ids += sum(batch.ids.shape[0] for batch in batches)
         ranks += [batch.ranks for batch in batches]
-        of_rounds.append(seconds(lambda batches=batches: steps_of(lookup, batches, grad), device) / options.steps * 1e6)
+        of_rounds.append(seconds(lambda batches=batches: steps_of(tables, batches, grad), device) / options.steps * 1e6)
     of_rounds.sort()
     return {"median": of_rounds[1], "min": of_rounds[0], "max": of_rounds[2], "ids": ids, "ranks": torch.cat(ranks)}
 
@@ -174,14 +201,16 @@ def measure(
     method: str, kind: BagOptimizerKind, samples: int, options: argparse.Namespace, link: dict[str, float]
 ) -> dict[str, Any]:
     rows, device = options.rows, options.device
-    if method == "fbgemm":
-        figures = timed(fbgemm(rows, kind), options, samples, lambda: None)
+    is_prefetched = method.endswith("prefetched")
+    if method.startswith("fbgemm"):
+        figures = timed(fbgemm(rows, kind, is_prefetched=is_prefetched), options, samples, lambda: None)
     elif method == "whole":
-        figures = timed(lookup_in(collection(rows, kind, device, None)), options, samples, lambda: None)
+        figures = timed(tables_of(collection(rows, kind, device, None)), options, samples, lambda: None)
     else:
         of_row = WIDTH * 4 + (4 if kind == "rowwise_adagrad" else 0)
         tables = collection(rows, kind, device, rows * of_row // SHARE)
-        figures = timed(lookup_in(tables), options, samples, lambda: tables.cache_statistics(reset=True))
+        of = tables_of(tables, is_prefetched=is_prefetched)
+        figures = timed(of, options, samples, lambda: tables.cache_statistics(reset=True))
         statistics, forecast = tables.cache_statistics(), tables.cache_forecast()
         steps = 3 * options.steps
         read, written = statistics.bytes_read / steps, statistics.bytes_written / steps
@@ -212,7 +241,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("found no NVIDIA GPU; --device cpu tries it without")
-    methods = [method for method in METHODS if method not in options.without and (method, options.device) != ("fbgemm", "cpu")]
+    methods = [method for method in METHODS if method not in options.without]
+    if options.device == "cpu":
+        methods = [method for method in methods if not method.startswith("fbgemm")]
     facts = environment(options.device)
     link = link_speeds(options.device)
     print(facts, {name: round(speed, 1) for name, speed in link.items()}, flush=True)
@@ -229,12 +260,13 @@ def main() -> None:
                 except Exception as error:
                     # A peer may not be there, or fail in any way.
                     row[method] = {"failed": f"{type(error).__name__}: {error}"[:300]}
-                    failed += [name] if method == "jagged" else []
+                    failed += [] if method.startswith("fbgemm") else [name]
                 if options.device == "cuda":
                     torch.cuda.empty_cache()
-            ours, whole = row.get("jagged", {}), row.get("whole", {})
-            if "median" in ours and "median" in whole:
-                ours["of_link_and_whole"] = (ours["link_us"] + whole["median"]) / ours["median"]
+            whole = row.get("whole", {})
+            for ours in (row.get("jagged", {}), row.get("prefetched", {})):
+                if "median" in ours and "median" in whole:
+                    ours["of_link_and_whole"] = (ours["link_us"] + whole["median"]) / ours["median"]
             for method, figures in row.items():
                 shown = {key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}
                 print(name, method, shown, flush=True)

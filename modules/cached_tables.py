@@ -48,6 +48,17 @@ def checked_cache(
     return CacheOptions(cache_bytes, cache_interval, torch.empty(0, device=device).device)
 
 
+class _Ahead(NamedTuple):
+    """A batch whose rows were asked for ahead of its lookup, and its slots."""
+
+    ids: Tensor
+    offsets: Tensor
+    batch_sizes: Sequence[int] | None
+    changes: bool
+    slots: Tensor
+    lease: Lease
+
+
 class CachedTableStorage(TableStorage):
     """Tables whose parameters are on the host, and whose rows are looked up and updated in slots on a device.
 
@@ -75,6 +86,8 @@ class CachedTableStorage(TableStorage):
         self._cache: RowCache | None = None
         self._versions: list[int] = []
         self._pinned: dict[int, Any] = {}
+        # For a collection's layout the batch that it looks up next.
+        self._ahead: dict[BagLayout, _Ahead] = {}
         super().__init__(layout, bags, optimizer)
 
     @property
@@ -94,7 +107,7 @@ class CachedTableStorage(TableStorage):
         return self._cache
 
     def lookup(self, layout: BagLayout, ids: Tensor, offsets: Tensor, **options: Any) -> Tensor:
-        """As `TableStorage.lookup`; waits for the device once.
+        """As `TableStorage.lookup`; waits for the device once, unless `prefetch` was given the same tensors.
 
         Raises:
             RuntimeError: in a CUDA graph's capture, or an export; parameters that were changed while changed rows are cached.
@@ -108,18 +121,52 @@ class CachedTableStorage(TableStorage):
         learns = self.learns()
         if learns:
             refuse_copies()
-        if ids.is_cpu and not values_are_trusted():
-            validate_offsets(offsets, ids.shape[0])
-        with torch.no_grad():
-            slots, lease = cache.staged(layout, ids, offsets, options.get("batch_sizes"), changes=learns)
-        self._versions = self._found_versions()
+        slots, lease = self._staged(layout, ids, offsets, options.get("batch_sizes"), changes=learns)
+        cache.use(slots, lease)
         of_slots = cache.slots_of(layout)
         if learns:
             found = updates.embedding_bags(of_slots, slots, offsets, **options)
         else:
             found = embedding_bags(cache.weights, of_slots, slots, offsets, **options)
+        cache.used(lease)
         if found.grad_fn is not None:
             _hold_until_backward(found, cache, lease)
+        return found
+
+    def prefetch(self, layout: BagLayout, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[int] | None) -> None:
+        """Bring the rows of the next lookup by this layout to the device; what others look up before changes nothing.
+
+        Where the most frequent rows are to be chosen anew, the lookup does it.
+
+        Raises:
+            RuntimeError, ValueError: as `lookup`; the latter too where the rows of others need all slots, and then do not later.
+        """
+        if self._cache is None:
+            return
+        # Its rows need not stay any longer.
+        self._ahead.pop(layout, None)
+        self._refuse_what_is_not_seen(ids, offsets)
+        if self._cache.is_move_due():
+            return
+        changes = self.learns()
+        found = self._staged(layout, ids, offsets, batch_sizes, changes=changes)
+        self._ahead[layout] = _Ahead(ids, offsets, batch_sizes, changes, *found)
+
+    def _staged(
+        self, layout: BagLayout, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[int] | None, *, changes: bool
+    ) -> tuple[Tensor, Lease]:
+        """The slots of a batch, and their lease: those that `prefetch` has found, or new ones."""
+        ahead = self._ahead.get(layout)
+        if ahead is not None and ahead.ids is ids and ahead.offsets is offsets and ahead.batch_sizes == batch_sizes:
+            del self._ahead[layout]
+            # Rows that were read back, or loaded, since then are others.
+            if ahead.changes >= changes and ahead.lease.released_at is None:
+                return ahead.slots, ahead.lease
+        if ids.is_cpu and not values_are_trusted():
+            validate_offsets(offsets, ids.shape[0])
+        with torch.no_grad():
+            found = self.cache.staged(layout, ids, offsets, batch_sizes, changes=changes)
+        self._versions = self._found_versions()
         return found
 
     def _refuse_what_is_not_seen(self, ids: Tensor, offsets: Tensor) -> None:
@@ -168,6 +215,8 @@ class CachedTableStorage(TableStorage):
 
     def write_back(self) -> None:
         """Write all rows that may have been changed back to the host."""
+        # What is yet to be looked up keeps none of them.
+        self._ahead = {}
         if self._cache is not None:
             self._cache.write_back()
             self._versions = self._found_versions()
@@ -235,6 +284,7 @@ class CachedTableStorage(TableStorage):
 
     def _take(self, storage: Tensor) -> None:
         own = None if self.optimizer is None else (self.optimizer.learning_rate, self.optimizer.step)
+        self._ahead = {}
         super()._take(storage)
         if self._make_optimizer is None or self.optimizer is None or self._updates is None:
             self._cache = None
@@ -290,7 +340,7 @@ class CachedTableStorage(TableStorage):
     def __getstate__(self) -> dict[str, Any]:
         """Without the cache, which begins empty in a copy."""
         self.write_back()
-        return super().__getstate__() | {"_cache": None, "_versions": [], "_pinned": {}}
+        return super().__getstate__() | {"_cache": None, "_versions": [], "_pinned": {}, "_ahead": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

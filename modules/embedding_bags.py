@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType, EmbeddingBagConfig, PoolingType, pooling_type_to_str
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from jagged.modules.bag_collection import BagCollection, KeyOrder
+from jagged.modules.bag_collection import BagCollection, KeyOrder, Lookups, Part
 from jagged.modules.cached_tables import checked_cache
 from jagged.modules.table_storage import Table
 from jagged.modules.trained_tables import TablesPart, TrainedTables, gather, optimizer_maker, share_of, write_back
@@ -155,6 +155,9 @@ class ScheduledEmbeddingBagCollection(TrainedTables, BagCollection):
     @property
     def _modules_of_tables(self) -> MutableMapping[str, Table]:
         return cast("MutableMapping[str, Table]", self.embedding_bags)
+
+    def _lookups_of(self, part: Part, features: KeyedJaggedTensor) -> Lookups:
+        return self._prefetched(part, features, super()._lookups_of(part, features))
 
     def _pooled(self, number: int, features: KeyedJaggedTensor) -> Tensor:
         """The output of one part: `[B, W]`, or flat where features have batches of their own."""

@@ -8,8 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from jagged.modules.bag_collection import KeyOrder
+from jagged.modules.bag_collection import KeyOrder, Lookups, Part
 from jagged.modules.cached_tables import checked_cache
 from jagged.modules.embedding_bags import DTYPES, check_configs
 from jagged.modules.sequence_collection import SequenceCollection
@@ -119,6 +120,9 @@ class ScheduledEmbeddingCollection(TrainedTables, SequenceCollection):
     @property
     def _modules_of_tables(self) -> MutableMapping[str, Table]:
         return cast("MutableMapping[str, Table]", self.embeddings)
+
+    def _lookups_of(self, part: Part, features: KeyedJaggedTensor) -> Lookups:
+        return self._prefetched(part, features, super()._lookups_of(part, features))
 
     def _looked_up(self, number: int, ids: Tensor, offsets: Tensor, **options: Any) -> Tensor:
         part, dtype = self._parts[number], self._output_dtype

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -75,6 +76,8 @@ class Lease:
         self.number = number
         # How often rows had moved when it was released; None: not yet.
         self.released_at: int | None = None
+        # When its rows are there, on a GPU.
+        self.staged: torch.cuda.Event | None = None
 
 
 class _Features(NamedTuple):
@@ -163,6 +166,9 @@ class RowCache:
     misses takes the slot of the ring that was given away longest ago. A row is written back when its slot is given away, in the
     pass that reads the next one, and only where it may have been changed.
 
+    On a GPU rows come and go on a stream of their own, which waits for what used a slot before its row leaves, and for nothing
+    else that other streams do. So the rows of a batch can come while the device still works on the one before.
+
     Args:
         layout: the tables.
         storage: `[layout.num_elements]` on the host, pinned where the device is a GPU.
@@ -191,6 +197,10 @@ class RowCache:
         self._copied = self._pairs()
         self.counts = torch.zeros(self.rows, dtype=torch.int32, device=self.device)
         self._counted = 0
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        # By its number, when a lookup has read its rows, until the slots are waited for; and when the last update was made.
+        self._read_at: dict[int, torch.cuda.Event] = {}
+        self._updated_at: torch.cuda.Event | None = None
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
         self._reached: list[Lease] = []
         self._number = 0
@@ -208,6 +218,11 @@ class RowCache:
         self._cursors: list[int] = []
         self._free: list[_Free] = []
         self.forget()
+        if self._stream is not None:
+            own = [self.weights, *(getattr(self.optimizer, name) for name in self.optimizer.states_of), self.counts]
+            for tensor in (*own, self._slot_of_row, self._row_of_slot, self._used, self._is_dirty, *self._tables):
+                # Whoever lets them go, rows may still be on their way.
+                tensor.record_stream(self._stream)
 
     def _pairs(self) -> list[list[tuple[Tensor, Tensor, bool]]]:
         """For each pool what is copied: slots `[S, W]`, the host's lines, and whether rows are found by element, or by number."""
@@ -230,8 +245,30 @@ class RowCache:
         of = [(self.first_of_table[table], self.layout.starts[table], self.layout.first_rows[table]) for table in pool.tables]
         return torch.tensor(of, dtype=torch.int64, device=self.device).T.contiguous()
 
+    @contextmanager
+    def _staging(self) -> Iterator[None]:
+        """Work on the stream of rows that come and go, after what the current stream has to do."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    @contextmanager
+    def _between_steps(self) -> Iterator[None]:
+        """The same, and what the current stream has to do next comes after it."""
+        with self._staging():
+            yield
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
     def forget(self) -> None:
         """Let every slot be empty, without writing anything back; counts stay."""
+        with self._between_steps():
+            self._forget()
+
+    def _forget(self) -> None:
         self._slot_of_row.fill_(-1)
         self._row_of_slot.fill_(-1)
         self._used.fill_(0)
@@ -243,6 +280,7 @@ class RowCache:
             # Their rows are gone.
             lease.released_at = -1
         self._reached = []
+        self._read_at = {}
         self.is_changed = False
 
     def slots_of(self, layout: BagLayout) -> BagLayout:
@@ -268,26 +306,52 @@ class RowCache:
     ) -> tuple[Tensor, Lease]:
         """Bring the rows of a batch's lookups to the device and return each lookup's slot, `[S]` int32; -1 for an unknown id.
 
-        Waits for the device once, for the number of rows that are missed.
+        Waits once for the number of rows that are missed, which the device finds as soon as the current stream has the ids.
 
         Args:
             layout, ids, offsets, batch_sizes: as `embedding_bags` takes them.
             changes: whether an update may change the rows.
 
         Returns:
-            The slots, and a lease: as long as anybody has it, and it is not released, the rows stay.
+            The slots, for `use`, and a lease: as long as anybody has it, and it is not released, the rows stay.
 
         Raises:
             ValueError: there are fewer slots than rows that are needed at once; on a CPU ids out of range.
         """
         self._number += 1
         lease = Lease(self._number)
-        if not ids.shape[0]:
-            return ids.to(torch.int32), lease
+        with self._staging():
+            slots = self._staged(layout, ids, offsets, batch_sizes, changes=changes) if ids.shape[0] else ids.to(torch.int32)
+            if self._stream is not None:
+                for tensor in (ids, offsets):
+                    tensor.record_stream(self._stream)
+                lease.staged = self._stream.record_event()
+        self._leases.add(lease)
+        return slots, lease
+
+    def use(self, slots: Tensor, lease: Lease) -> None:
+        """Let the current stream wait until the rows of a lookup are there."""
+        if lease.staged is not None:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(lease.staged)
+            slots.record_stream(stream)
+
+    def used(self, lease: Lease) -> None:
+        """Say that the current stream has been told all that reads the rows of a lookup, but for its backward pass."""
+        if self._stream is not None:
+            self._read_at[lease.number] = torch.cuda.current_stream(self.device).record_event()
+
+    def is_move_due(self) -> bool:
+        """Whether the next lookup, if no rows must stay for others, chooses the most frequent rows anew."""
+        return self._since_move >= self.interval
+
+    def _staged(
+        self, layout: BagLayout, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[int] | None, *, changes: bool
+    ) -> Tensor:
         if ids.is_cpu and not values_are_trusted():
             _refuse_unknown(layout, ids, self._ends(layout, ids, offsets, batch_sizes))
-        if self._since_move >= self.interval and self._oldest() == self._number:
-            self.move()
+        if self.is_move_due() and self._oldest() == self._number:
+            self._move()
         self._since_move += 1
         ends, of_features = self._ends(layout, ids, offsets, batch_sizes), self._features(layout).of_features
         maps = self._slot_of_row, self.counts, self._used, self._is_dirty
@@ -295,6 +359,7 @@ class RowCache:
             ids, ends, of_features, *maps, number=self._number, changes=changes, num_pools=len(self.pools)
         )
         missed, counts = self._missed(missed, totals)
+        self._wait_for_users()
         for pool, of_pool, count in zip(self.pools, missed.split(counts), counts, strict=True):
             pool.last_misses.append(count)
             if count:
@@ -306,8 +371,7 @@ class RowCache:
         self._lookups += ids.shape[0]
         self._hits += totals[1]
         self.is_changed |= changes
-        self._leases.add(lease)
-        return self._slot_of_row.index_select(0, rows), lease
+        return self._slot_of_row.index_select(0, rows)
 
     def _ends(self, layout: BagLayout, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[int] | None) -> Tensor:
         """Where each feature's ids end, `[F]`."""
@@ -380,8 +444,23 @@ class RowCache:
         self._exchanges += 1
         self._read[number] += coming.shape[0]
 
+    def _wait_for_users(self) -> None:
+        """Let rows leave when the lookups that need not keep them have read them, and updates are made."""
+        if self._stream is None:
+            return
+        oldest = self._oldest()
+        for number in [number for number in self._read_at if number < oldest]:
+            self._stream.wait_event(self._read_at.pop(number))
+        if self._updated_at is not None:
+            self._stream.wait_event(self._updated_at)
+
     def move(self) -> None:
         """Make the most frequent rows the ones that stay, all slots but those of the ring; between steps."""
+        with self._between_steps():
+            self._move()
+
+    def _move(self) -> None:
+        self._wait_for_users()
         for number, pool in enumerate(self.pools):
             room = min(pool.slots, max(1, math.ceil(ROOM * max(pool.last_misses, default=0))))
             slots = self._slot_of_row[pool.of_rows]
@@ -406,6 +485,13 @@ class RowCache:
         """Write all rows that may have been changed back, and wait until the host has them."""
         if not self.is_changed:
             return
+        with self._between_steps():
+            self._write_back()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _write_back(self) -> None:
+        self._wait_for_users()
         for number, pool in enumerate(self.pools):
             slots = self._is_dirty[pool.of_slots].nonzero()[:, 0]
             rows = self._row_of_slot[pool.of_slots][slots].long()
@@ -420,8 +506,6 @@ class RowCache:
         # What an update is yet to change is to be written again.
         self._is_dirty &= self._used >= self._oldest() if is_held else False
         self.is_changed = is_held
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def reach(self, lease: Lease) -> None:
         """Keep the rows of a lookup that backward has come to until `release`.
@@ -442,9 +526,13 @@ class RowCache:
         for lease in self._reached:
             lease.released_at = self._exchanges
         self._reached = []
+        if self._stream is not None:
+            self._updated_at = torch.cuda.current_stream(self.device).record_event()
 
     def statistics(self) -> CacheStatistics:
         """What happened since `reset_statistics`; waits for the device."""
+        if self._stream is not None:
+            self._stream.synchronize()
         costs = dict(zip(self.layout.widths, bytes_by_row(self.layout, self.weights.element_size(), self.optimizer), strict=True))
         written = [int(of) for of in self._written]
         read_bytes, written_bytes = (
@@ -457,9 +545,10 @@ class RowCache:
     def reset_statistics(self) -> None:
         """Begin to count anew."""
         self._lookups, self._moves = 0, 0
-        self._hits = torch.zeros((), dtype=torch.int64, device=self.device)
         self._read = [0] * len(self.pools)
-        self._written = [torch.zeros_like(self._hits) for _ in self.pools]
+        with self._between_steps():
+            self._hits = torch.zeros((), dtype=torch.int64, device=self.device)
+            self._written = [torch.zeros_like(self._hits) for _ in self.pools]
 
     def forecast(self) -> CacheForecast:
         """What the tables take."""

@@ -14,6 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from jagged.modules.bag_collection import (
+    Lookups,
     Part,
     as_leaf,
     between_graphs,
@@ -76,13 +77,16 @@ class SequenceCollection(EmbeddingCollectionInterface):  # type: ignore[misc]
     def _rows(self, number: int, features: KeyedJaggedTensor) -> list[Tensor]:
         """The rows of each feature of a part."""
         part = self._parts[number]
-        ids, offsets, _, sizes = lookups_of(features, part.order, None)
+        ids, offsets, _, sizes = self._lookups_of(part, features)
         totals = None
         if len(part.features) > 1:
             of_keys = dict(zip(features.keys(), lengths_per_key(features), strict=True))
             totals = [of_keys[name] for name in part.features]
         found = self._looked_up(number, ids, offsets, batch_sizes=sizes, sequence_totals=totals)
         return part.layout.split(found, [ids.shape[0]] if totals is None else totals)[1]
+
+    def _lookups_of(self, part: Part, features: KeyedJaggedTensor) -> Lookups:
+        return lookups_of(features, part.order, None)
 
     def _with_rows(self, ids: JaggedTensor, rows: Tensor) -> JaggedTensor:
         return JaggedTensor(

@@ -163,6 +163,9 @@ class TableStorage:
             self.watch(weights, found)
         return found
 
+    def prefetch(self, layout: BagLayout, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[int] | None) -> None:
+        """Nothing: all rows are on the device."""
+
     def scored(self, number: int) -> Tensor:
         """Return a table for a head: its parameter, or what hands the head's gradient to the optimizer in the backward pass.
 

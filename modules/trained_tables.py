@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from jagged.modules.backward_updates import checked_options, load_state
-from jagged.modules.bag_collection import KeyOrder
+from jagged.modules.bag_collection import KeyOrder, Lookups, Part, lookups_of
 from jagged.modules.cached_tables import CachedTableStorage, CacheOptions
 from jagged.modules.row_cache import CacheForecast, CacheStatistics
 from jagged.modules.table_storage import Table, TableStorage
@@ -44,6 +46,8 @@ class TrainedTables(nn.Module):
     _parts: list[TablesPart]
     _optimizer: functools.partial[BagOptimizer] | None
     _cache: CacheOptions | None = None
+    # A batch that `prefetch` was given, and its lookups by the parts' layouts until forward takes them.
+    _next: tuple[KeyedJaggedTensor, dict[BagLayout, Lookups]] | None = None
 
     @property
     def _modules_of_tables(self) -> MutableMapping[str, Table]:
@@ -128,6 +132,67 @@ class TrainedTables(nn.Module):
         """
         for storage in self._cached:
             storage.write_back()
+
+    def prefetch(self, features: KeyedJaggedTensor) -> None:
+        """Bring the rows of the next batch to the device while it works on the one before; forward then takes them.
+
+        Nothing without `cache_bytes`. Call it after the forward of the batch before, under gradients as forward will be, and on a
+        CUDA stream that has nothing to do but what the batch's tensors need: rows come on a stream of their own, which waits
+        for the current one. They are those of this KeyedJaggedTensor alone; forward of another finds its own rows, and a next
+        `prefetch` takes the place of this one. Results are the same without it. Where rows have no room beside those that the
+        batch before needs, and in the lookups that choose the most frequent rows anew, forward brings them itself.
+
+        Of a batch that forward refuses, forward says why.
+
+        Raises:
+            RuntimeError: as forward.
+
+        Example:
+            >>> import torch
+            >>> from torchrec.modules.embedding_configs import EmbeddingConfig
+            >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+            >>> from jagged.modules import ScheduledEmbeddingCollection
+            >>> config = EmbeddingConfig(name="item", embedding_dim=4, num_embeddings=1000, feature_names=["history"])
+            >>> options = {"optimizer": "sgd", "optimizer_options": {"learning_rate": 0.1}}
+            >>> tables = ScheduledEmbeddingCollection([config], cache_bytes=10_000, **options)
+            >>> ids = torch.tensor([[1, 2], [2, 3]])
+            >>> batches = [KeyedJaggedTensor(keys=["history"], values=of, lengths=torch.tensor([2])) for of in ids]
+            >>> rows = tables(batches[0])["history"].values()
+            >>> tables.prefetch(batches[1])
+            >>> rows.sum().backward()
+            >>> tables(batches[1])["history"].values().shape
+            torch.Size([2, 4])
+        """
+        self._next = None
+        if not self._cached:
+            return
+        features = maybe_td_to_kjt(features, None)
+        found: dict[BagLayout, Lookups] = {}
+        try:
+            for part in self._parts:
+                # Weights of ids may have gradients, and are found in forward.
+                lookups = lookups_of(features, part.order, None)
+                part.tables.prefetch(part.layout, lookups.ids, lookups.offsets, lookups.batch_sizes)
+                found[part.layout] = lookups
+        except ValueError:
+            # No room beside rows that others need, or a batch that forward refuses in words of its features.
+            return
+        self._next = features, found
+
+    def _prefetched(self, part: Part, features: KeyedJaggedTensor, lookups: Lookups) -> Lookups:
+        """What a part looks up of a batch, with the ids and offsets that `prefetch` was given for it."""
+        if self._next is None or self._next[0] is not features:
+            return lookups
+        known = self._next[1].pop(part.layout, None)
+        if not self._next[1]:
+            self._next = None
+        if known is None:
+            return lookups
+        for tensor in (known.ids, known.offsets, features.offsets(), features.lengths()):
+            if tensor.is_cuda:
+                # Some were made on the stream of `prefetch`, which may use their memory again.
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return lookups._replace(ids=known.ids, offsets=known.offsets)
 
     def cache_forecast(self) -> CacheForecast:
         """Return how many bytes tables, optimizer states and the cache take on the device and on the host.
@@ -243,7 +308,7 @@ class TrainedTables(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         self.write_back()
         state: dict[str, Any] = super().__getstate__()  # type: ignore[assignment]
-        return state
+        return {**state, "_next": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # A parameter by itself would be copied out of the storage, and then once more into the copy's.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -27,7 +28,8 @@ from jagged.modules import (
     ScheduledEmbeddingCollection,
     share_tables,
 )
-from jagged.modules.row_cache import most_frequent
+from jagged.modules.cached_tables import CachedTableStorage
+from jagged.modules.row_cache import RowCache, most_frequent
 from tests.places import PLACE, Place
 from tests.strategies import seeds
 
@@ -161,6 +163,151 @@ def test_any_batches(
                     same(found, expected)
             same_tables(cached, whole)
     same_tables(cached, whole)
+
+
+def prefetched_steps(whole: Any, cached: Any, batches: list[KeyedJaggedTensor]) -> None:
+    """Steps of both, where the rows of each batch come while the device has the step before to do."""
+    if PLACE.name == "gpu":
+        # All batches are there, so nothing need be waited for.
+        torch.cuda.synchronize()
+        stream = torch.cuda.stream(torch.cuda.Stream())
+    for features, following in zip(batches, [*batches[1:], None], strict=True):
+        found = cached(features)
+        if PLACE.name == "gpu":
+            # Rows that are yet to be read and updated must not leave before.
+            torch.cuda._sleep(2_000_000)
+        with stream if PLACE.name == "gpu" else contextlib.nullcontext():
+            if following is not None:
+                cached.prefetch(following)
+        loss_of(found).backward()
+        for mine, expected in zip(values_of(found), values_of(step(whole, features)), strict=True):
+            same(mine, expected)
+
+
+@pytest.mark.parametrize("make", [sequences, bags])
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefetched_rows(place: Place, monkeypatch: pytest.MonkeyPatch, kind: str, make: Callable[[], Any]) -> None:
+    """Each batch is staged once, most of them ahead, and the most frequent rows are still chosen anew."""
+    whole, cached = pair(make, kind, share=0.45)
+    staged, ahead = [], []
+    stage, prefetch = RowCache.staged, CachedTableStorage.prefetch
+    monkeypatch.setattr(RowCache, "staged", lambda self, *a, **k: staged.append(self) or stage(self, *a, **k))
+    monkeypatch.setattr(CachedTableStorage, "prefetch", lambda self, *a: ahead.append(self) or prefetch(self, *a))
+    batches = [zipf(seed) for seed in range(30)]
+    prefetched_steps(whole, cached, batches)
+    storages = len(cached._cached)
+    assert len(staged) == 30 * storages
+    assert len(ahead) == 29 * storages
+    statistics = cached.cache_statistics()
+    assert statistics.moves > 0
+    assert statistics.rows_written > 0
+    assert not any(storage._ahead for storage in cached._cached)
+    same_tables(cached, whole)
+
+
+def test_rows_came_before_the_lookup(place: Place) -> None:
+    """And the lookup itself brings none."""
+    _, cached = pair(sequences, interval=100)
+    batches = [zipf(0), zipf(1)]
+    step(cached, batches[0])
+    read = cached.cache_statistics().rows_read
+    cached.prefetch(batches[1])
+    came = cached.cache_statistics().rows_read
+    assert came > read
+    step(cached, batches[1])
+    assert cached.cache_statistics().rows_read == came
+
+
+ORDERS = ["train", "evaluate", "prefetch", "take", "write", "load", "copy"]
+
+
+@given(
+    st.sampled_from(KINDS), st.sampled_from([sequences, bags]), st.floats(0.6, 1.2), st.integers(1, 9),
+    st.lists(
+        st.tuples(seeds(), st.integers(0, 4), st.sampled_from(ORDERS)), min_size=1, max_size=12,
+    ),
+)  # fmt: skip
+def test_any_order_of_prefetches(
+    place: Place, kind: str, make: Any, share: float, interval: int, steps: list[tuple[int, int, str]]
+) -> None:
+    """A batch that is never looked up, or later than others; written back, loaded and copied in between."""
+    whole, cached = pair(make, kind, share, interval)
+    waiting: KeyedJaggedTensor | None = None
+    for seed, samples, what in steps:
+        features = zipf(seed, samples)
+        if what == "prefetch":
+            cached.prefetch(waiting := features)
+        elif what == "write":
+            cached.write_back()
+        elif what == "load":
+            cached.load_state_dict(whole.state_dict())
+        elif what == "copy":
+            cached = copy.deepcopy(cached)
+        elif what == "evaluate":
+            with torch.no_grad():
+                for found, expected in zip(values_of(cached(features)), values_of(whole(features)), strict=True):
+                    same(found, expected)
+        else:
+            features = waiting if what == "take" and waiting is not None else features
+            step(whole, features)
+            step(cached, features)
+    same_tables(cached, whole)
+
+
+def test_a_prefetch_without_gradients_is_not_trained_by(place: Place) -> None:
+    """Its rows were not marked as changed, so forward marks them."""
+    whole, cached = pair(sequences)
+    features = zipf(0)
+    with torch.no_grad():
+        cached.prefetch(features)
+    for collection in (whole, cached):
+        step(collection, features)
+        # Other rows take the slots.
+        for seed in range(1, 9):
+            step(collection, zipf(seed))
+    same_tables(cached, whole)
+
+
+def test_a_prefetch_without_room_is_left_to_forward(place: Place) -> None:
+    whole, cached = pair(lambda: sequences()[:1], share=0.25)
+    slots = cached.cache_forecast().slots
+    first, second = ids_of(range(10)), ids_of(range(10, 10 + slots))
+    for collection in (whole, cached):
+        loss = loss_of(collection(first))
+        if collection is cached:
+            cached.prefetch(second)
+        loss.backward()
+        step(collection, second)
+    same_tables(cached, whole)
+
+
+def test_forward_says_what_is_wrong_with_a_prefetched_batch(place: Place) -> None:
+    _, cached = pair(lambda: sequences()[:1], share=0.25)
+    wrong = KeyedJaggedTensor(["x"], torch.tensor([1], device=PLACE.device), lengths=torch.tensor([1], device=PLACE.device))
+    cached.prefetch(wrong)
+    message = "features: expected a key for every feature of the tables, got none for a, b"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        cached(wrong)
+
+
+def test_prefetched_batches_of_weighted_ids(place: Place) -> None:
+    """Weights keep their gradients where the batch came before."""
+    whole, cached = pair(lambda: bags(pooling=PoolingType.SUM), is_weighted=True)
+    for seed in range(0, 20, 2):
+        batches = {collection: zipf(seed, weighted=True) for collection in (whole, cached)}
+        with torch.no_grad():
+            cached.prefetch(batches[cached])
+        for collection, features in batches.items():
+            step(collection, features)
+        same(batches[cached].weights().grad, batches[whole].weights().grad)
+    same_tables(cached, whole)
+
+
+def test_nothing_is_prefetched_for_whole_tables(place: Place) -> None:
+    whole, _ = pair(sequences)
+    features = zipf(0)
+    whole.prefetch(features)
+    assert whole._next is None
 
 
 def test_gradients_of_weights_of_ids(place: Place) -> None:
