@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import MutableMapping, Sequence
 from typing import Any, cast
@@ -157,7 +158,7 @@ class ScheduledEmbeddingBagCollection(TrainedTables, BagCollection):
         return cast("MutableMapping[str, Table]", self.embedding_bags)
 
     def _lookups_of(self, part: Part, features: KeyedJaggedTensor) -> Lookups:
-        return self._prefetched(part, features, super()._lookups_of(part, features))
+        return self._lookups_by(functools.partial(super()._lookups_of, part, features), part, features)
 
     def _pooled(self, number: int, features: KeyedJaggedTensor) -> Tensor:
         """The output of one part: `[B, W]`, or flat where features have batches of their own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import MutableMapping
 from typing import Any, cast
 
@@ -122,7 +123,7 @@ class ScheduledEmbeddingCollection(TrainedTables, SequenceCollection):
         return cast("MutableMapping[str, Table]", self.embeddings)
 
     def _lookups_of(self, part: Part, features: KeyedJaggedTensor) -> Lookups:
-        return self._prefetched(part, features, super()._lookups_of(part, features))
+        return self._lookups_by(functools.partial(super()._lookups_of, part, features), part, features)
 
     def _looked_up(self, number: int, ids: Tensor, offsets: Tensor, **options: Any) -> Tensor:
         part, dtype = self._parts[number], self._output_dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -40,14 +40,22 @@ class TablesPart(NamedTuple):
     order: KeyOrder
 
 
+class _Next(NamedTuple):
+    """A batch that is looked up next: its lookups by the parts' layouts, until they are taken, and when a GPU has made them."""
+
+    features: KeyedJaggedTensor
+    lookups: dict[BagLayout, Lookups]
+    made: torch.cuda.Event | None
+
+
 class TrainedTables(nn.Module):
     """Parts of a collection whose parameters are views of storages, which an optimizer may update in the backward pass."""
 
     _parts: list[TablesPart]
     _optimizer: functools.partial[BagOptimizer] | None
     _cache: CacheOptions | None = None
-    # A batch that `prefetch` was given, and its lookups by the parts' layouts until forward takes them.
-    _next: tuple[KeyedJaggedTensor, dict[BagLayout, Lookups]] | None = None
+    # What `prefetch` was given.
+    _next: _Next | None = None
 
     @property
     def _modules_of_tables(self) -> MutableMapping[str, Table]:
@@ -176,23 +184,27 @@ class TrainedTables(nn.Module):
                 found[part.layout] = lookups
         except ValueError:
             # No room beside rows that others need, or a batch that forward refuses in words of its features.
-            return
-        self._next = features, found
+            pass
+        device = features.values().device
+        made = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        self._next = _Next(features, found, made)
 
-    def _prefetched(self, part: Part, features: KeyedJaggedTensor, lookups: Lookups) -> Lookups:
-        """What a part looks up of a batch, with the ids and offsets that `prefetch` was given for it."""
-        if self._next is None or self._next[0] is not features:
-            return lookups
-        known = self._next[1].pop(part.layout, None)
-        if not self._next[1]:
+    def _lookups_by(self, find: Callable[[], Lookups], part: Part, features: KeyedJaggedTensor) -> Lookups:
+        """What a part looks up of a batch: what is found now, or, for the batch of `prefetch`, the ids and offsets of then."""
+        ahead = self._next
+        if ahead is None or ahead.features is not features:
+            return find()
+        known = ahead.lookups.pop(part.layout, None)
+        if not ahead.lookups:
             self._next = None
-        if known is None:
-            return lookups
-        for tensor in (known.ids, known.offsets, features.offsets(), features.lengths()):
-            if tensor.is_cuda:
-                # Some were made on the stream of `prefetch`, which may use their memory again.
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        return lookups._replace(ids=known.ids, offsets=known.offsets)
+        if ahead.made is not None:
+            stream = torch.cuda.current_stream(features.values().device)
+            stream.wait_event(ahead.made)
+            # Some were made on the stream of `prefetch`, which may use their memory again.
+            for tensor in (features.offsets(), features.lengths(), *(() if known is None else known[:2])):
+                tensor.record_stream(stream)
+        lookups = find()
+        return lookups if known is None else lookups._replace(ids=known.ids, offsets=known.offsets)
 
     def cache_forecast(self) -> CacheForecast:
         """Return how many bytes tables, optimizer states and the cache take on the device and on the host.
