@@ -35,10 +35,11 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.common import environment, other_parts, save
+from benchmarks.embedding_cases import EXPONENT, zipf_ranks
 from jagged.modules import ScheduledEmbeddingCollection
 from jagged.ops import BagOptimizerKind
 
-ROWS, WIDTH, MEAN, EXPONENT, SHARE = 10_000_000, 128, 200, 1.05, 4
+ROWS, WIDTH, MEAN, SHARE = 10_000_000, 128, 200, 4
 SAMPLES = (1024, 4096)
 RATE, EPS = 0.01, 1e-8
 KINDS: tuple[BagOptimizerKind, ...] = ("sgd", "rowwise_adagrad")
@@ -59,9 +60,7 @@ def batch_of(samples: int, rows: int, seed: int, device: str) -> Batch:
     lengths = torch.randint(1, 2 * MEAN, (samples,), generator=generator, device=device)
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     uniform = torch.rand(int(offsets[-1]), generator=generator, dtype=torch.float64, device=device)
-    power = 1 - EXPONENT
-    ranks = ((rows + 1) ** power * uniform + (1 - uniform)) ** (1 / power) - 1
-    ranks = ranks.long().clamp_(0, rows - 1)
+    ranks = zipf_ranks(uniform, rows, EXPONENT)
     return Batch((ranks * 7_919_993) % rows, offsets, ranks)
 
 

@@ -50,6 +50,7 @@ from benchmarks.embedding_cases import (
     check_output,
     check_rows,
     query_sizes,
+    rows_before,
     traffic,
 )
 from benchmarks.embedding_models import COLLECTIONS, measure_model
@@ -225,7 +226,7 @@ def measure(
                 measure_lookup((PLANS if case.plans else METHODS)[name], w, case, grad, expected, time_it, figures)
         except Exception as error:
             # Peers fail in any way, which must not end the run; what was right before stays.
-            figures["failed"] = _reason(error)
+            figures["failed"] = reason(error)
         row[name] = figures
         _add_rates(row, name)
         release(w)
@@ -265,8 +266,9 @@ def measure_lookup(
     if "forward" in ways:
         figures["forward"] = time_it(lambda: lambda: lookup.forward(batch))
     if set(ways) - {"forward"}:
+        before = rows_before(w)
         lookup.backward(output, grad)
-        figures["errors"]["rows"] = check_rows(w, grad, case.kind, lookup.table)
+        figures["errors"]["rows"] = check_rows(w, grad, case.kind, lookup.table, before)
     del output
     for way in ways:
         if way != "forward":
@@ -315,7 +317,7 @@ def _add_rates(row: dict[str, Any], name: str) -> None:
                 of[way]["of_limit"] = row["limit_us"][way] / median
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
     """The error in a line."""
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed"

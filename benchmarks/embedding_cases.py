@@ -1,12 +1,12 @@
 """Embedding bags: tables, batches of lookups, our operator and its peers, and float64 on samples of bags and rows.
 
 Shapes are the five synthetic models of RecFlex (Pan et al., SC 2024), `"D x 10"` with ten times the features of model D,
-`"mlperf"` (the tables and bags of MLPerf's DLRM-DCNv2, with width 64 and at most ten million rows) and `"mixed"` (66 tables of
-widths 4 to 128).
+`"mlperf"` (the tables and bags of MLPerf's DLRM-DCNv2, with width 64 and at most ten million rows), `"mixed"` (66 tables of
+widths 4 to 128) and `"production"` (200 tables of widths 8 to 256, 44 GB in all).
 
 `workloads/recflex_models.json` has, for each line of a model, how the bags of its features are distributed, the rows of their
 tables and their widths. Features of a line share the lengths of each sample. Lengths are normal numbers, drawn again until they
-lie between 1 and the maximum; a bag is there with the probability `coverage`, and ids are uniform.
+lie between 1 and the maximum; a bag is there with the probability `coverage`. Ids are uniform, or of Zipf's distribution.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.common import ROOT
 from jagged.ops import BagLayout, BagOptimizer, embedding_bags
@@ -35,6 +35,9 @@ MLPERF = (
     (40_000_000, 12), (40_000_000, 100), (40_000_000, 27), (590_152, 10), (12_973, 3), (108, 1), (36, 1),
 )  # fmt: skip
 MIXED_WIDTHS = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+PRODUCTION_WIDTHS = (8, 16, 32, 64, 96, 160, 256)
+# Of Zipf's distribution.
+EXPONENT = 1.05
 # Of rows and bags that are drawn, features whose results are computed in float64, and of each the bags and rows.
 CHECKED_FEATURES, CHECKED_BAGS, CHECKED_ROWS = 20, 16, 8
 # Errors may be as large relative to the sums of absolute values: float32 sums of a thousand numbers err by a tenth of it.
@@ -66,7 +69,19 @@ def _mixed() -> list[dict[str, Any]]:
     return lines
 
 
-SHAPES = {**MODELS, "D x 10": MODELS["D"] * 10, "mlperf": _mlperf(), "mixed": _mixed()}
+def _production() -> list[dict[str, Any]]:
+    """Two hundred tables whose rows lie between a thousand and five million, their logarithms evenly.
+
+    Three bags in ten are empty; the lengths of the others are of Zipf's distribution up to 300.
+    """
+    bags = {"kind": "zipf", "max": 300, "coverage": 0.7}
+    return [
+        {**bags, "rows": round(1000 * 5000 ** (place * 77 % 200 / 199)), "dims": [PRODUCTION_WIDTHS[place % 7]]}
+        for place in range(200)
+    ]
+
+
+SHAPES = {**MODELS, "D x 10": MODELS["D"] * 10, "mlperf": _mlperf(), "mixed": _mixed(), "production": _production()}
 
 
 class Batch(NamedTuple):
@@ -85,8 +100,15 @@ def layout_of(shape: str, repeat: int = 1) -> BagLayout:
     )
 
 
-def batch_of(shape: str, size: int, seed: int = 0, repeat: int = 1, device: str = "cpu") -> Batch:
-    """A batch of `size` samples."""
+def zipf_ranks(uniform: Tensor, count: Tensor | int, exponent: float = EXPONENT) -> Tensor:
+    """Ranks from 0, int64, below `count`, by the inverse of the integral of `x ** -exponent` at `uniform`, float64."""
+    power, most = 1 - exponent, count.double() if isinstance(count, Tensor) else count
+    ranks = ((most + 1) ** power * uniform + (1 - uniform)) ** (1 / power) - 1
+    return ranks.long().clamp(min=0).clamp(max=count - 1)
+
+
+def batch_of(shape: str, size: int, seed: int = 0, repeat: int = 1, device: str = "cpu", zipf: bool = False) -> Batch:
+    """A batch of `size` samples with uniform ids, or with Zipf's, whose frequent rows stand in an order of their own."""
     generator = torch.Generator(device).manual_seed(seed)
     lengths, rows = [], []
     for line in SHAPES[shape] * repeat:
@@ -98,13 +120,17 @@ def batch_of(shape: str, size: int, seed: int = 0, repeat: int = 1, device: str 
     every = torch.cat(lengths)
     offsets = torch.cat([every.new_zeros(1), every.cumsum(0)])
     shares = torch.rand(int(offsets[-1]), generator=generator, device=device, dtype=torch.float64)
-    return Batch((shares * torch.cat(rows)).to(torch.int32), offsets.to(torch.int32))
+    of_tables = torch.cat(rows)
+    ids = zipf_ranks(shares, of_tables) * 7_919_993 % of_tables if zipf else shares * of_tables
+    return Batch(ids.to(torch.int32), offsets.to(torch.int32))
 
 
 def _lengths(line: dict[str, Any], size: int, generator: torch.Generator) -> Tensor:
     device = generator.device
     if line["kind"] in ("one-hot", "multi-hot-static"):
         lengths = torch.full((size,), line.get("pooling", 1), device=device)
+    elif line["kind"] == "zipf":
+        lengths = 1 + zipf_ranks(torch.rand(size, generator=generator, device=device, dtype=torch.float64), line["max"])
     else:
         lengths, most = torch.zeros(size, dtype=torch.int64, device=device), line.get("max", 2**31)
         while bool((missing := (lengths < 1) | (lengths > most)).any()):
@@ -129,10 +155,11 @@ class Workload:
         shape: a key of `SHAPES`.
         sizes: of the batches.
         device: where all of it is.
+        shared: whether implementations update these tables; otherwise each has a copy.
     """
 
-    def __init__(self, shape: str, sizes: list[int], device: str) -> None:
-        self.layout = layout_of(shape)
+    def __init__(self, shape: str, sizes: list[int], device: str, shared: bool = False) -> None:
+        self.layout, self.shared = layout_of(shape), shared
         generator = torch.Generator(device).manual_seed(1)
         self.weights = torch.randn(self.layout.num_elements, generator=generator, device=device)
         # With its index, which the operators compare.
@@ -140,6 +167,10 @@ class Workload:
         self.batches = [batch_of(shape, size, seed=place, device=device) for place, size in enumerate(sizes)]
         self.sizes = sizes
         self._generator = generator
+
+    def draw(self) -> None:
+        """Make the tables standard normal again, by other numbers."""
+        self.weights.normal_(generator=self._generator)
 
     def gradient(self, size: int) -> Tensor:
         """Of the output of a batch."""
@@ -215,7 +246,20 @@ def check_output(w: Workload, output: Tensor, place: int = 0) -> float:
     return max(errors)
 
 
-def check_rows(w: Workload, grad: Tensor, kind: Kind | None, table_of: Callable[[int], Tensor]) -> float:
+def checked_rows(w: Workload, feature: int) -> Tensor:
+    """Places of rows of a feature's table: some that the first batch reads, the first and the last."""
+    ids, _ = w.lookups(feature)
+    return torch.cat([ids[:CHECKED_ROWS], ids.new_tensor([0, len(w.table(w.weights, feature)) - 1])]).unique()
+
+
+def rows_before(w: Workload) -> dict[int, Tensor]:
+    """The rows of each checked feature as they are now."""
+    return {feature: w.table(w.weights, feature)[checked_rows(w, feature)] for feature in w.checked}
+
+
+def check_rows(
+    w: Workload, grad: Tensor, kind: Kind | None, table_of: Callable[[int], Tensor], before: dict[int, Tensor] | None = None
+) -> float:
     """The largest error of some rows after an update that is the first, or of their gradients where there is no optimizer.
 
     Args:
@@ -223,37 +267,38 @@ def check_rows(w: Workload, grad: Tensor, kind: Kind | None, table_of: Callable[
         grad: of the output of its first batch.
         kind: of the optimizer.
         table_of: gives for a feature its table after the update, or the gradient of that: `[rows, width]`.
+        before: what `rows_before` gave before the update; None where the workload's own tables are as they were.
 
     Raises:
         ArithmeticError: an error above `PRECISION` of the sums of absolute values.
     """
     errors = []
+    before = rows_before(w) if before is None else before
     for feature in w.checked:
-        before = w.table(w.weights, feature)
         ids, samples = w.lookups(feature)
-        ends = ids.new_tensor([0, len(before) - 1])
-        rows = torch.cat([ids[:CHECKED_ROWS], ends]).unique()
+        rows = checked_rows(w, feature)
         chosen = torch.isin(ids, rows)
         of_bags = grad[:, w.columns(feature)][samples[chosen]]
         sums, scale = _summed(of_bags, torch.searchsorted(rows, ids[chosen]), len(rows))
-        found, old = table_of(feature)[rows], before[rows].double()
+        found, old = table_of(feature)[rows], before[feature].double()
         if kind is None:
             right = sums
         else:
-            step = RATE * _step(sums, scale, kind)
-            right, scale = old - step, old.abs() + (RATE * scale if kind == "sgd" else step.abs())
+            divisor = _divisor(sums, kind)
+            # Adam's first step is a sign; of the others the error of the sums is the error of the step.
+            right, scale = old - RATE * sums / divisor, old.abs() + RATE * (sums.abs() if kind == "adam" else scale) / divisor
         errors.append(_largest(found, right, scale, "gradient" if kind is None else "rows", feature))
     return max(errors)
 
 
-def _step(sums: Tensor, scale: Tensor, kind: Kind) -> Tensor:
-    """What the first update of a row takes off, for a rate of 1."""
+def _divisor(sums: Tensor, kind: Kind) -> Tensor | float:
+    """What the first update divides the sums of gradients by."""
     if kind == "sgd":
-        return sums
+        return 1.0
     if kind == "rowwise_adagrad":
-        return sums / (sums.square().mean(1, keepdim=True).sqrt() + EPS)
+        return sums.square().mean(1, keepdim=True).sqrt() + EPS
     assert kind == "adam"
-    return sums / (sums.abs() + EPS)
+    return sums.abs() + EPS
 
 
 class Lookup(Protocol):
@@ -274,7 +319,7 @@ class Ours:
 
     def __init__(self, w: Workload, kind: Kind | None) -> None:
         self.w = w
-        self.weights = w.weights.clone().requires_grad_()
+        self.weights = (w.weights.detach() if w.shared else w.weights.clone()).requires_grad_()
         self.optimizer = None
         if kind is not None:
             self.optimizer = BagOptimizer(kind, w.layout, learning_rate=RATE, eps=EPS, betas=BETAS, device=w.device)
@@ -290,6 +335,11 @@ class Ours:
         storage = self.weights.detach() if self.optimizer is not None else self.gradient
         assert storage is not None
         return self.w.table(storage, feature)
+
+    def reset(self) -> None:
+        """Make Adagrad's sums what they are before the first update."""
+        assert self.optimizer is not None
+        self.optimizer.state()["first"].zero_()
 
 
 class Fbgemm:
@@ -328,10 +378,16 @@ class Fbgemm:
             bounds_check_mode=BoundsCheckMode.WARNING if checked else BoundsCheckMode.NONE,
             use_experimental_tbe=experimental,
         )
+        if w.shared:
+            # Its tables follow each other without the gaps that ours have.
+            self.tables.weights_offsets.copy_(torch.tensor(w.layout.starts[:-1]))
+            self.tables.weights_physical_offsets = list(w.layout.starts[:-1])
+            setattr(self.tables, "weights_dev" if on_gpu else "weights_host", nn.Parameter(w.weights))
         self.views: list[Tensor] = self.tables.split_embedding_weights()
-        with torch.no_grad():
-            for view, weights in zip(self.views, w.layout.views(w.weights), strict=True):
-                view.copy_(weights)
+        if not w.shared:
+            with torch.no_grad():
+                for view, weights in zip(self.views, w.layout.views(w.weights), strict=True):
+                    view.copy_(weights)
 
     def forward(self, batch: Batch) -> Tensor:
         return cast("Tensor", self.tables(batch.indices, batch.offsets))
@@ -341,6 +397,12 @@ class Fbgemm:
 
     def table(self, feature: int) -> Tensor:
         return self.views[feature].detach()
+
+    def reset(self) -> None:
+        """Make Adagrad's sums what they are before the first update."""
+        for states in self.tables.split_optimizer_states():
+            for state in states:
+                state.zero_()
 
 
 class PerTable:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import environment, other_parts, replay_us, save
+from benchmarks.embedding_cases import zipf_ranks
 from jagged.ops import BagLayout, BagOptimizer, JointUpdate
 
 ROWS, WIDTH, MEAN = 10_000_000, 128, 200
@@ -35,9 +36,7 @@ KINDS = ("sgd", "rowwise_adagrad")
 def zipf(count: int, rows: int, exponent: float, generator: torch.Generator) -> Tensor:
     """Ids by the inverse of the integral of `x ** -exponent`; rows stand in an order of their own."""
     uniform = torch.rand(count, generator=generator, dtype=torch.float64, device="cuda")
-    power = 1 - exponent
-    ranks = ((rows + 1) ** power * uniform + (1 - uniform)) ** (1 / power) - 1
-    return cast(Tensor, (ranks.long().clamp_(0, rows - 1) * 7_919_993) % rows)
+    return cast(Tensor, (zipf_ranks(uniform, rows, exponent) * 7_919_993) % rows)
 
 
 def batch_of(samples: int, rows: int, distribution: str, seed: int) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,9 @@ python -m benchmarks.figures
 
 from __future__ import annotations
 
+import itertools
 import json
+import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,7 @@ from matplotlib.ticker import NullFormatter
 
 from benchmarks.attention_cases import Mask
 from benchmarks.common import ROOT
+from benchmarks.embedding_sweep import ratio_of
 
 PANELS = {
     "seconds": "training, seconds",
@@ -519,6 +522,57 @@ def embedding_bags_sizes(result: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+SWEPT = {
+    "forward": ("#1f6f8b", "forward, the better version of FBGEMM"),
+    "sgd": ("#d1495b", "backward with SGD"),
+    "rowwise_adagrad": ("#d9a066", "backward with row-wise Adagrad"),
+}
+
+
+def embedding_sweep_ratios(result: dict[str, Any], path: Path) -> None:
+    """How many times as fast as FBGEMM, over the number of samples: a panel a shape, seeds as a median and a range."""
+    rows = list(result["cases"].values())
+    names = list(dict.fromkeys(row["shape"] for row in rows))
+    columns = min(4, len(names))
+    lines = -(-len(names) // columns)
+    figure, axes = plt.subplots(
+        lines, columns, figsize=(3.1 * columns + 1, 2.7 * lines + 0.8), layout="constrained", sharey=True, squeeze=False
+    )
+    for axis, name in zip(axes.flat, names, strict=False):
+        for (kind, (colour, _)), (distribution, style) in itertools.product(SWEPT.items(), (("uniform", "-"), ("zipf", "--"))):
+            ratios: dict[int, list[float]] = {}
+            for row in rows:
+                if (row["shape"], row["distribution"]) == (name, distribution) and (ratio := ratio_of(row, kind)) is not None:
+                    ratios.setdefault(row["size"], []).append(ratio)
+            if not ratios:
+                continue
+            sizes = sorted(ratios)
+            medians = [statistics.median(ratios[size]) for size in sizes]
+            ranges = [
+                [median - min(ratios[size]) for size, median in zip(sizes, medians, strict=True)],
+                [max(ratios[size]) - median for size, median in zip(sizes, medians, strict=True)],
+            ]
+            axis.errorbar(sizes, medians, ranges, color=colour, linestyle=style, marker="o", markersize=2, linewidth=1, capsize=2)
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(shown := [1, 8, 64, 512, 4096], [f"{size:,}" for size in shown])
+        axis.set_ylim(bottom=0)
+        axis.set_title(f"model {name}" if len(name) == 1 else name, fontsize=9)
+        axis.tick_params(labelsize=7)
+        axis.spines[["top", "right"]].set_visible(False)
+    for axis in list(axes.flat)[len(names) :]:
+        axis.set_visible(False)
+    handles = [plt.Line2D([], [], color=colour, marker="o", markersize=3) for colour, _ in SWEPT.values()]
+    handles += [plt.Line2D([], [], color="black", linestyle=style) for style in ("-", "--")]
+    words = [*(label for _, label in SWEPT.values()), "uniform ids", "Zipf's ids"]
+    figure.legend(handles, words, loc="outside lower center", fontsize=8, ncols=5)
+    figure.supxlabel("samples", fontsize=8)
+    figure.supylabel("times as fast as FBGEMM", fontsize=8)
+    figure.suptitle(f"Embedding bags over batches, seeds and ids, {result['environment']['device']}", fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 PASSES = {"forward": ("#1f6f8b", "logits"), "weight": ("#d9a066", "gradient of weights"), "features": ("#d1495b", "of features")}
 # Of a curve: what stands below its panel, and the number of a row that it is along.
 CURVES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
@@ -657,6 +711,7 @@ DRAWN: dict[str, dict[str, tuple[str, Draw]]] = {
         **{f"embedding_bags_{name}": ("models", partial(embedding_bags_model, name)) for name in "ABCDE"},
         "embedding_bags_sizes": ("sizes", embedding_bags_sizes),
     },
+    "embedding_sweep": {"embedding_sweep": ("cases", embedding_sweep_ratios)},
     "sparse_output": {"sparse_output": ("labels", sparse_output_curves)},
 }
 

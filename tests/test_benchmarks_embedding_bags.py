@@ -100,7 +100,7 @@ def test_cases_and_asked_numbers() -> None:
     assert {case.sizes for case in found["sizes"].values()} == {(1,), (8,), (64,), (2560,)}
     methods = {name for part in found.values() for case in part.values() for name in case.methods}
     assert methods == {*KERNELS, "fbgemm_checked", *MODULES, *PLANS}
-    assert {case.shape for part in found.values() for case in part.values()} == set(SHAPES)
+    assert {case.shape for part in found.values() for case in part.values()} == set(SHAPES) - {"production"}
     assert found["host"]["A, 8 samples"].asked == {"host": 0.150}
     assert {ratio.times for ratio in embedding_bags.RATIOS["model"]} == {1.85, 1.5}
 
@@ -110,10 +110,13 @@ def test_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     layouts = {shape: embedding_cases.layout_of(shape) for shape in SHAPES}
     assert [layouts[name].num_features for name in "ABCDE"] == [1000, 1200, 800, 1000, 1000]
     assert layouts["D x 10"].num_features == 10_000
-    mlperf, mixed = layouts["mlperf"], layouts["mixed"]
+    mlperf, mixed, production = (layouts[name] for name in ("mlperf", "mixed", "production"))
     assert (mlperf.num_features, max(mlperf.rows), {*mlperf.widths}) == (26, 10_000_000, {64})
     assert sum(line["pooling"] for line in SHAPES["mlperf"]) == 214
     assert (mixed.num_features, min(mixed.widths), max(mixed.widths)) == (66, 4, 128)
+    assert (production.num_features, min(production.widths), max(production.widths)) == (200, 8, 256)
+    assert (min(production.rows), max(production.rows)) == (1000, 5_000_000)
+    assert production.num_elements * 4 == pytest.approx(44e9, rel=0.03)
     # FBGEMM takes no other widths.
     assert not any(width % 4 for layout in layouts.values() for width in layout.widths)
 
