@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, data_type_to_dtype
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from jagged.modules.backward_updates import checked_options, load_state
 from jagged.modules.bag_collection import KeyOrder, Lookups, Part, lookups_of
@@ -141,16 +140,16 @@ class TrainedTables(nn.Module):
         for storage in self._cached:
             storage.write_back()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Bring the rows of the next batch to the device while it works on the one before; forward then takes them.
 
         Nothing without `cache_bytes`. Call it after the forward of the batch before, under gradients as forward will be, and on a
         CUDA stream that has nothing to do but what the batch's tensors need: rows come on a stream of their own, which waits
-        for the current one. They are those of this KeyedJaggedTensor alone; forward of another finds its own rows, and a next
-        `prefetch` takes the place of this one. Results are the same without it. Where rows have no room beside those that the
-        batch before needs, and in the lookups that choose the most frequent rows anew, forward brings them itself.
-
-        Of a batch that forward refuses, forward says why.
+        for the current one. Forward takes the rows for this KeyedJaggedTensor, the object, and finds its own for any other;
+        until then they stay on the device, or until the next `prefetch`. Results are the same without it. Where rows have no
+        room beside those that the batch before needs, and in the lookups that choose the most frequent rows anew, forward brings
+        them. Of a batch that forward refuses, forward says why.
 
         Raises:
             RuntimeError: as forward.
@@ -172,9 +171,9 @@ class TrainedTables(nn.Module):
             torch.Size([2, 4])
         """
         self._next = None
-        if not self._cached:
+        # Of a TensorDict forward makes a batch of its own.
+        if not self._cached or not isinstance(features, KeyedJaggedTensor):
             return
-        features = maybe_td_to_kjt(features, None)
         found: dict[BagLayout, Lookups] = {}
         try:
             for part in self._parts:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensordict import TensorDict
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, PoolingType
@@ -301,6 +302,46 @@ def test_prefetched_batches_of_weighted_ids(place: Place) -> None:
             step(collection, features)
         same(batches[cached].weights().grad, batches[whole].weights().grad)
     same_tables(cached, whole)
+
+
+# Dynamo looks at the `.grad` of what comes out of a collection.
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+def test_prefetches_between_compiled_graphs_and_recomputed(place: Place) -> None:
+    whole, cached = pair(bags)
+    batches = [zipf(seed) for seed in range(6)]
+
+    def ahead(number: int) -> Tensor:
+        cached.prefetch(batches[number + 1])
+        return loss_of(cached(batches[number])) * 2
+
+    compiled = torch.compile(ahead, backend="eager")
+    for number in range(5):
+        found = compiled(number) if number % 2 else checkpoint(ahead, number, use_reentrant=False)
+        found.backward()
+        (loss_of(whole(batches[number])) * 2).backward()
+    same_tables(cached, whole)
+
+
+def test_prefetches_beside_held_updates(place: Place) -> None:
+    """Rows of several batches stay until the step, and those of the next one beside them."""
+    whole, cached = pair(sequences, share=0.9)
+    held = [HeldUpdates(whole), HeldUpdates(cached)]
+    batches = [zipf(seed, samples=1) for seed in range(13)]
+    for number in range(0, 12, 2):
+        for collection in (whole, cached):
+            for batch in (number, number + 1):
+                output = collection(batches[batch])
+                collection.prefetch(batches[batch + 1])
+                loss_of(output).backward()
+        for of in held:
+            assert bool(of.step())
+    same_tables(cached, whole)
+
+
+def test_a_tensordict_is_brought_by_forward(place: Place) -> None:
+    _, cached = pair(sequences)
+    cached.prefetch(TensorDict({"a": torch.nested.nested_tensor([torch.tensor([1])], layout=torch.jagged)}, batch_size=[1]))
+    assert cached._next is None
 
 
 def test_nothing_is_prefetched_for_whole_tables(place: Place) -> None:
