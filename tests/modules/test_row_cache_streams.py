@@ -1,0 +1,197 @@
+"""In which order a GPU's streams come to the slots of cached rows: streams that only keep account, on a CPU.
+
+Every operation has a clock: how much of each stream it comes after, by the events and streams that were waited for. Two of which
+one changes a slot that the other reads or changes must be in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from jagged.modules import row_cache
+from jagged.modules.row_cache import Lease, RowCache
+from tests.modules.test_cached_tables import loss_of, pair, same_tables, sequences, step, zipf
+from tests.places import PLACE, Place
+from tests.strategies import seeds
+
+pytestmark = pytest.mark.skipif(PLACE.name != "cpu", reason="streams are made up")
+
+
+class Clock(Counter[str]):
+    def merge(self, other: Counter[str]) -> None:
+        for name, count in other.items():
+            self[name] = max(self[name], count)
+
+
+class Stream:
+    """Tells which operations come before those that it is given next."""
+
+    def __init__(self, name: str, host: Clock) -> None:
+        self.name, self.clock, self.host = name, Clock(), host
+
+    def wait_event(self, event: Clock) -> None:
+        self.clock.merge(event)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.clock.merge(other.clock)
+
+    def record_event(self) -> Clock:
+        return Clock(self.clock)
+
+    def synchronize(self) -> None:
+        self.host.merge(self.clock)
+
+    def begin(self) -> Clock:
+        """The clock of a next operation."""
+        self.clock.merge(self.host)
+        self.clock[self.name] += 1
+        return Clock(self.clock)
+
+
+class Streams:
+    """What is done on a current stream, and which operations on slots are in no order."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.host = Clock()
+        self.main, self.copies, self.rows = (Stream(name, self.host) for name in ("main", "copies", "rows"))
+        self.current = self.main
+        self.done: list[tuple[str, str, Clock, set[int], bool]] = []
+        # How many exchanges do not come after all that the stream of steps was given.
+        self.beside = 0
+        self.slots: dict[Lease, Tensor] = {}
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
+        patch.setattr(torch.cuda, "stream", self.on)
+        patch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
+        use, release, missed, exchange = RowCache.use, RowCache.release, RowCache._missed, row_cache.exchange_rows
+
+        def read(cache: RowCache, slots: Tensor, lease: Lease) -> None:
+            use(cache, slots, lease)
+            self.slots[lease] = slots
+            self.note("lookup", slots, changes=False)
+
+        def update(cache: RowCache) -> None:
+            for lease in cache._reached:
+                self.note("update", self.slots[lease], changes=True)
+            release(cache)
+
+        def waited(cache: RowCache, *given: Any) -> Any:
+            found = missed(cache, *given)
+            # For the number of rows that are missed.
+            self.rows.synchronize()
+            return found
+
+        def exchanged(cached: Tensor, host: Tensor, slots: Tensor, *given: Any) -> None:
+            exchange(cached, host, slots, *given)
+            self.note("exchange", slots, changes=True)
+            self.beside += self.rows.clock["main"] < self.main.clock["main"]
+
+        patch.setattr(RowCache, "use", read)
+        patch.setattr(RowCache, "release", update)
+        patch.setattr(RowCache, "_missed", waited)
+        patch.setattr(row_cache, "exchange_rows", exchanged)
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def note(self, what: str, slots: Tensor, *, changes: bool) -> None:
+        self.done.append((what, self.current.name, self.current.begin(), set(slots.tolist()) - {-1}, changes))
+
+    def races(self) -> list[tuple[str, str, set[int]]]:
+        """Pairs of operations, the one that was asked for first and the other, and the slots."""
+        found = []
+        for place, (late, _, clock, slots, changes) in enumerate(self.done):
+            for early, stream, earlier, others, changed in self.done[:place]:
+                # The host asks for an operation after those that it must come after.
+                if (changes or changed) and slots & others and clock[stream] < earlier[stream]:
+                    found.append((early, late, slots & others))
+        return found
+
+
+def tables_and_streams(patch: pytest.MonkeyPatch, share: float = 0.5, interval: int = 4) -> tuple[Any, Any, Streams]:
+    # Updates hold methods of the cache.
+    streams = Streams(patch)
+    # One storage of one width, so that a slot's number says which it is.
+    whole, cached = pair(lambda: sequences()[:1], "adagrad", share, interval)
+    (storage,) = cached._cached
+    storage.cache._stream = streams.rows
+    return whole, cached, streams
+
+
+def some(seed: int) -> KeyedJaggedTensor:
+    return zipf(seed, rows=120)
+
+
+WHAT = ["train", "train ahead", "evaluate", "prefetch", "write", "forget a graph"]
+
+
+@given(st.integers(1, 9), st.floats(0.5, 1.2), st.lists(st.tuples(seeds(), st.sampled_from(WHAT)), min_size=1, max_size=12))
+def test_slots_are_read_and_changed_in_order(place: Place, interval: int, share: float, steps: list[tuple[int, str]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        whole, cached, streams = tables_and_streams(patch, share, interval)
+        waiting: KeyedJaggedTensor | None = None
+        for seed, what in steps:
+            features = some(seed)
+            if what == "prefetch":
+                with streams.on(streams.copies):
+                    cached.prefetch(waiting := features)
+            elif what == "write":
+                cached.write_back()
+            elif what == "evaluate":
+                with torch.no_grad():
+                    cached(features)
+            elif what == "forget a graph":
+                cached(features)
+            else:
+                features = waiting if waiting is not None else features
+                output, waiting = cached(features), None
+                if what == "train ahead":
+                    with streams.on(streams.copies):
+                        cached.prefetch(waiting := some(seed + 1))
+                loss_of(output).backward()
+                step(whole, features)
+        assert not streams.races()
+        same_tables(cached, whole)
+
+
+def train_ahead(patch: pytest.MonkeyPatch) -> Streams:
+    # Few slots, of which none are kept for frequent rows, so that they are soon given away again.
+    _, cached, streams = tables_and_streams(patch, share=0.25, interval=100)
+    batches = [zipf(seed, samples=2, rows=120) for seed in range(40)]
+    for features, following in itertools.pairwise(batches):
+        output = cached(features)
+        with streams.on(streams.copies):
+            cached.prefetch(following)
+        loss_of(output).backward()
+    return streams
+
+
+def test_a_row_that_leaves_too_early_is_seen(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RowCache, "_wait_for_users", lambda cache: None)
+    assert {(early, late) for early, late, _ in train_ahead(monkeypatch).races()} >= {("update", "exchange")}
+
+
+def test_a_row_that_comes_too_late_is_seen(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RowCache, "use", lambda cache, slots, lease: None)
+    assert ("exchange", "lookup") in {(early, late) for early, late, _ in train_ahead(monkeypatch).races()}
+
+
+def test_rows_come_beside_a_step(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exchange waits for no update of the batch before, whose rows stay."""
+    streams = train_ahead(monkeypatch)
+    assert not streams.races()
+    assert [what for what, *_ in streams.done].count("update") == 39
+    assert streams.beside > 20
