@@ -53,6 +53,7 @@ class _Ahead(NamedTuple):
 
     ids: Tensor
     offsets: Tensor
+    versions: tuple[int, int]
     batch_sizes: Sequence[int] | None
     changes: bool
     slots: Tensor
@@ -150,7 +151,7 @@ class CachedTableStorage(TableStorage):
             return
         changes = self.learns()
         found = self._staged(layout, ids, offsets, batch_sizes, changes=changes)
-        self._ahead[layout] = _Ahead(ids, offsets, batch_sizes, changes, *found)
+        self._ahead[layout] = _Ahead(ids, offsets, (ids._version, offsets._version), batch_sizes, changes, *found)
 
     def _staged(
         self, layout: BagLayout, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[int] | None, *, changes: bool
@@ -159,8 +160,9 @@ class CachedTableStorage(TableStorage):
         ahead = self._ahead.get(layout)
         if ahead is not None and ahead.ids is ids and ahead.offsets is offsets and ahead.batch_sizes == batch_sizes:
             del self._ahead[layout]
-            # Rows that were read back, or loaded, since then are others.
-            if ahead.changes >= changes and ahead.lease.released_at is None:
+            # Ids that were written into the same tensors since then have other rows, and so have tables that were loaded.
+            is_same = ahead.versions == (ids._version, offsets._version)
+            if is_same and ahead.changes >= changes and ahead.lease.released_at is None:
                 return ahead.slots, ahead.lease
         if ids.is_cpu and not values_are_trusted():
             validate_offsets(offsets, ids.shape[0])

@@ -158,7 +158,8 @@ class ScheduledEmbeddingBagCollection(TrainedTables, BagCollection):
         return cast("MutableMapping[str, Table]", self.embedding_bags)
 
     def _lookups_of(self, part: Part, features: KeyedJaggedTensor) -> Lookups:
-        return self._lookups_by(functools.partial(super()._lookups_of, part, features), part, features)
+        find = functools.partial(super()._lookups_of, part, features)
+        return self._lookups_by(find, part, features, is_weighted=self._is_weighted)
 
     def _pooled(self, number: int, features: KeyedJaggedTensor) -> Tensor:
         """The output of one part: `[B, W]`, or flat where features have batches of their own."""

@@ -43,8 +43,13 @@ class _Next(NamedTuple):
     """A batch that is looked up next: its lookups by the parts' layouts, until they are taken, and when a GPU has made them."""
 
     features: KeyedJaggedTensor
+    versions: tuple[int, int]
     lookups: dict[BagLayout, Lookups]
     made: torch.cuda.Event | None
+
+
+def _versions_of(features: KeyedJaggedTensor) -> tuple[int, int]:
+    return features.values()._version, features.offsets()._version
 
 
 class TrainedTables(nn.Module):
@@ -171,8 +176,10 @@ class TrainedTables(nn.Module):
             torch.Size([2, 4])
         """
         self._next = None
-        # Of a TensorDict forward makes a batch of its own.
-        if not self._cached or not isinstance(features, KeyedJaggedTensor):
+        # Of a TensorDict forward makes a batch of its own, and of what inference makes nobody knows whether it changes.
+        if not self._cached or not isinstance(features, KeyedJaggedTensor) or torch.is_inference_mode_enabled():
+            return
+        if features.values().is_inference() or features.offsets().is_inference():
             return
         found: dict[BagLayout, Lookups] = {}
         try:
@@ -186,9 +193,11 @@ class TrainedTables(nn.Module):
             pass
         device = features.values().device
         made = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        self._next = _Next(features, found, made)
+        self._next = _Next(features, _versions_of(features), found, made)
 
-    def _lookups_by(self, find: Callable[[], Lookups], part: Part, features: KeyedJaggedTensor) -> Lookups:
+    def _lookups_by(
+        self, find: Callable[[], Lookups], part: Part, features: KeyedJaggedTensor, *, is_weighted: bool = False
+    ) -> Lookups:
         """What a part looks up of a batch: what is found now, or, for the batch of `prefetch`, the ids and offsets of then."""
         ahead = self._next
         if ahead is None or ahead.features is not features:
@@ -202,8 +211,10 @@ class TrainedTables(nn.Module):
             # Some were made on the stream of `prefetch`, which may use their memory again.
             for tensor in (features.offsets(), features.lengths(), *(() if known is None else known[:2])):
                 tensor.record_stream(stream)
-        lookups = find()
-        return lookups if known is None else lookups._replace(ids=known.ids, offsets=known.offsets)
+        # What was written into the batch since then are other ids.
+        if known is None or ahead.versions != _versions_of(features):
+            return find()
+        return known._replace(weights=find().weights) if is_weighted else known
 
     def cache_forecast(self) -> CacheForecast:
         """Return how many bytes tables, optimizer states and the cache take on the device and on the host.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import itertools
 import pickle
 import re
 from collections.abc import Callable
@@ -267,6 +268,61 @@ def test_a_prefetch_without_gradients_is_not_trained_by(place: Place) -> None:
         for seed in range(1, 9):
             step(collection, zipf(seed))
     same_tables(cached, whole)
+
+
+@pytest.mark.parametrize("keys", [["a"], ["a", "b"], ["b", "a"]])
+def test_a_batch_that_is_written_to_after_its_prefetch(place: Place, keys: list[str]) -> None:
+    """As where batches are copied into the same tensors: with one key, in the tables' order, and in another."""
+    make = lambda: [EmbeddingConfig(name="x", embedding_dim=6, num_embeddings=120, feature_names=sorted(keys))]  # noqa: E731
+    whole, cached = pair(make)
+    ids = torch.tensor([3, 5, 7, 9], device=PLACE.device)
+    features = KeyedJaggedTensor(keys, ids, lengths=torch.full((2 * len(keys),), 2 // len(keys), device=PLACE.device))
+    for first in (20, 40, 60):
+        cached.prefetch(features)
+        ids.copy_(torch.arange(first, first + 4, device=PLACE.device))
+        for found, expected in zip(values_of(step(cached, features)), values_of(step(whole, features)), strict=True):
+            same(found, expected)
+    same_tables(cached, whole)
+
+
+@pytest.mark.parametrize("is_made_there", [True, False])
+def test_prefetches_in_inference_mode_are_left_to_forward(place: Place, is_made_there: bool) -> None:
+    whole, cached = pair(sequences)
+    features = zipf(0)
+    with torch.inference_mode():
+        if is_made_there:
+            features = zipf(0)
+        cached.prefetch(features)
+        assert cached._next is None
+        for found, expected in zip(values_of(cached(features)), values_of(whole(features)), strict=True):
+            same(found, expected)
+
+
+def test_autocast_prefetches_what_forward_reads(place: Place) -> None:
+    whole, cached = pair(bags)
+    batches = [zipf(seed) for seed in range(6)]
+    for features, following in itertools.pairwise(batches):
+        for collection in (whole, cached):
+            with torch.autocast(PLACE.device.type, dtype=torch.bfloat16):
+                output = collection(features)
+                collection.prefetch(following)
+            loss_of(output).backward()
+    same_tables(cached, whole)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_copies_of_what_waits_for_a_batch(place: Place, way: str) -> None:
+    whole, cached = pair(sequences)
+    step(whole, zipf(0))
+    step(cached, zipf(0))
+    waiting = zipf(1)
+    cached.prefetch(waiting)
+    copied = copied_by(way, cached)
+    assert copied._next is None
+    step(whole, waiting)
+    for collection in (cached, copied):
+        step(collection, waiting)
+        same_tables(collection, whole)
 
 
 def test_a_prefetch_without_room_is_left_to_forward(place: Place) -> None:
@@ -552,21 +608,24 @@ def test_an_assigned_state_dict(place: Place) -> None:
     same_tables(cached, whole)
 
 
+def copied_by(way: str, cached: Any) -> Any:
+    if way == "deepcopy":
+        return copy.deepcopy(cached)
+    if way == "pickle":
+        return pickle.loads(pickle.dumps(cached))
+    file = io.BytesIO()
+    torch.save(torch.nn.ModuleDict({"tables": cached}), file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)["tables"]
+
+
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
 def test_copies(place: Place, way: str) -> None:
     whole, cached = pair(sequences)
     for seed in range(5):
         step(whole, zipf(seed))
         step(cached, zipf(seed))
-    if way == "deepcopy":
-        copied = copy.deepcopy(cached)
-    elif way == "pickle":
-        copied = pickle.loads(pickle.dumps(cached))
-    else:
-        file = io.BytesIO()
-        torch.save(torch.nn.ModuleDict({"tables": cached}), file)
-        file.seek(0)
-        copied = torch.load(file, weights_only=False)["tables"]
+    copied = copied_by(way, cached)
     step(cached, zipf(5))
     for seed in range(6, 9):
         step(whole, zipf(seed))
