@@ -201,6 +201,9 @@ class BagLayout:
             sequence `[N_f, width_f]`.
         """
         assert self.sequences is not None
+        if self.sequences == (True,):
+            # All is the rows of one sequence. A split's gradient would be a copy of theirs.
+            return output.new_empty(0), [output.view(sequence_totals[0], self.feature_widths[0])]
         of_sequences = [width for width, is_sequence in zip(self.feature_widths, self.sequences, strict=True) if is_sequence]
         lengths = [total * width for total, width in zip(sequence_totals, of_sequences, strict=True)]
         pooled, *rows = output.split([output.shape[0] - sum(lengths), *lengths])

@@ -112,6 +112,22 @@ def test_a_single_key_does_not_wait_for_the_device(place: Place, samples: int) -
         same(found, twin(features))
 
 
+@pytest.mark.parametrize("optimizer", [None, "sgd"])
+def test_the_gradient_of_a_single_key_is_not_copied(place: Place, optimizer: Any) -> None:
+    options = {"optimizer": optimizer, "optimizer_options": {"learning_rate": 0.1}} if optimizer else {}
+    ours = ScheduledEmbeddingCollection([table("x", 7, "a")], PLACE.device, **options)
+    rows, came = ours(features_of(1, 3, ["a"]))["a"].values(), []
+    node = rows.grad_fn
+    assert node is not None
+    # The lookup itself; what lies before it are views.
+    while node.next_functions[0][0] is not None and "View" in node.name():
+        node = node.next_functions[0][0]
+    node.register_prehook(lambda grads: came.append(grads[0].data_ptr()))
+    grad = torch.randn_like(rows)
+    rows.backward(grad)
+    assert came == [grad.data_ptr()]
+
+
 def test_keys_of_known_lengths_do_not_wait_for_the_device(place: Place) -> None:
     """Nor where there are other lengths in each step."""
     ours, twin = pair([table("x", 7, "a", "b"), table("y", 5, "c")])

@@ -668,13 +668,19 @@ def test_chunks_of_a_feature(place: Place, rows: int, monkeypatch: pytest.Monkey
 
 
 @ON_TRITON
-@pytest.mark.parametrize(("tables", "lookups", "expected"), [
-    (1000, 10_000_000, 20_000), (1000, 500_000, 0), (26, 10_000_000, 0), (128, 100_000_000, 65_536),
+@pytest.mark.parametrize(("tables", "rows", "most_rows", "lookups", "expected"), [
+    # All, from the larger of two numbers of lookups on.
+    (1000, 2_000_000, 4096, 140_000, 65_536), (1000, 2_000_000, 4096, 139_999, 0),
+    (128, 128_000, 1000, 131_072, 65_536), (128, 128_000, 1000, 131_071, 0), (127, 128_000, 1000, 10_000_000, 0),
+    # Some, where one is too large, but not of few lookups.
+    (1000, 3_000_000, 65_536, 2_000_000, 65_536), (1000, 3_000_000, 65_537, 2_000_000, 0),
+    (1000, 3_000_000, 65_537, 8_388_608, 16_384), (1000, 3_000_000, 65_537, 8_388_607, 0),
+    (26, 54_000_000, 10_000_000, 27_000_000, 0),
 ])  # fmt: skip
-def test_which_tables_are_counted(place: Place, tables: int, lookups: int, expected: int) -> None:
+def test_which_tables_are_counted(place: Place, tables: int, rows: int, most_rows: int, lookups: int, expected: int) -> None:
     from jagged.ops.embedding_bag.triton import sums
 
-    assert sums.most_counted(tables, lookups) == expected
+    assert sums.most_counted(tables, lookups, rows, most_rows) == expected
 
 
 @ON_TRITON

@@ -13,6 +13,7 @@ from the lengths of the batch at hand. Programs take units of work in turn from 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate
 from typing import NamedTuple
 
 import triton
@@ -68,6 +69,9 @@ class Known(NamedTuple):
     # Of the tables up to the last one that is read; and how many tables are.
     num_rows: int
     num_read: int
+    # Of each feature's table, the fewest first; and the sums of the first ones, none of them first.
+    rows: tuple[int, ...]
+    sums_of_rows: tuple[int, ...]
     is_aligned: bool
     has_means: bool
 
@@ -81,10 +85,11 @@ def known_of(layout: Tensor) -> Known:
         of_small = schedules_of(set(widths), SMALL_KINDS, SMALL_COLUMNS.value)
         num_parts = sum(cdiv(width, SMALL_COLUMNS.value) for width in widths)
         num_rows = int((layout[:, FEATURE.rows] + layout[:, FEATURE.first_row]).max()) if widths else 0
+        rows = sorted(layout[:, FEATURE.rows].tolist())
         known = layout.__dict__["known"] = Known(
             schedules_of(set(widths)), of_small, num_parts, max(widths, default=0), num_rows,
-            len(set(layout[:, FEATURE.table].tolist())), all(width % 4 == 0 for width in widths),
-            bool(layout[:, FEATURE.is_mean].any()),
+            len(set(layout[:, FEATURE.table].tolist())), tuple(rows), (0, *accumulate(rows)),
+            all(width % 4 == 0 for width in widths), bool(layout[:, FEATURE.is_mean].any()),
         )  # fmt: skip
     return known
 

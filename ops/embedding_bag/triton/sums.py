@@ -8,6 +8,7 @@ The lookups of each row are brought together, in their order, and summed in that
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,12 @@ from jagged.ops.embedding_bag.triton.schedules import MOST_COLUMNS, known_of
 from jagged.ops.embedding_bag.triton.updates import NUM_WIDTHS, takes_whole_rows
 
 # Tables, and lookups of all, below which nothing is counted.
-FEWEST_TABLES, FEWEST_LOOKUPS = 128, 1 << 20
+FEWEST_TABLES, FEWEST_LOOKUPS = 128, 1 << 17
+# Counting saves of a sort's time as much as so many lookups cost, and takes for each row, whether it is read or not, as much as
+# this share of a lookup (docs/internals/embedding_bag.md, "Which tables are counted").
+LOOKUPS_SAVED, LOOKUPS_OF_ROW = 420_000, 0.28
+# From so many lookups on it pays to count some tables and sort the others: those of no more rows than a program has room for.
+MANY_LOOKUPS, MOST_OF_SOME = 1 << 23, 16_384
 # Programs that sum long rows, for each multiprocessor.
 LONG_PROGRAMS = 16
 
@@ -62,14 +68,23 @@ def bags_of_batch(x: WeightsInputs | SamplesInputs | UpdateInputs) -> tuple[Tens
     return features.repeat_interleave(x.batches[:, BATCH.num_bags], output_size=num_all), num_all, 1, 0
 
 
-def most_counted(num_tables: int, num_lookups: int) -> int:
-    """Return the most rows of tables whose lookups are counted where no plan says it: not far more than lookups in the mean.
+def most_counted(num_tables: int, num_lookups: int, num_rows: int, most_rows: int) -> int:
+    """Return the most rows of tables whose lookups are counted where no plan says it: of all tables, of none, or of some.
 
-    Counting goes through a table's lookups in order: it takes many tables to be done at once, and much to do beside six launches.
+    Counting goes through a table's lookups in order, so it takes many tables to be done at once, and through all of its rows. A
+    sort is of all lookups, whichever it is for: to count some of the tables beside it saves little.
+
+    Args:
+        num_tables: in all.
+        num_lookups: of all of them.
+        num_rows: of all of them.
+        most_rows: of the largest one.
     """
-    if num_tables < FEWEST_TABLES or num_lookups < FEWEST_LOOKUPS:
+    if num_tables < FEWEST_TABLES:
         return 0
-    return min(MOST_COUNTED, 2 * num_lookups // num_tables)
+    if most_rows > MOST_COUNTED:
+        return MOST_OF_SOME if num_lookups >= MANY_LOOKUPS else 0
+    return MOST_COUNTED if num_lookups >= max(FEWEST_LOOKUPS, LOOKUPS_OF_ROW * num_rows - LOOKUPS_SAVED) else 0
 
 
 class _Rows(NamedTuple):
@@ -121,8 +136,9 @@ class _Sums:
         feature_of_bag, self.num_all, self.num_bags, stride = bags_of_batch(x)
         num_features = self.layout.shape[0]
         self.num_tables = x.layout.shape[0] - 2 * num_features - 1 - self.known.num_parts
-        by_rule = most_counted(self.num_tables, self.num_lookups)
-        self.most = by_rule if counted_rows is None else min(counted_rows, MOST_COUNTED)
+        if counted_rows is None:
+            counted_rows = most_counted(self.num_tables, self.num_lookups, self.known.num_rows, max(self.known.rows, default=0))
+        self.most = min(counted_rows, MOST_COUNTED)
         self.tables = x.layout[num_features : num_features + self.num_tables + 1]
         self.programs = PROGRAMS * gpu(self.device).multiprocessors
         self.row_stride = cdiv(self.known.widest, 4) * 4
@@ -151,18 +167,17 @@ class _Sums:
         """Sum, and store or apply the sums."""
         if not self.num_lookups or not self.num_all:
             return
-        rows = self.layout[:, FEATURE.rows]
-        is_counted = rows <= self.most
-        if bool(is_counted.any()):
-            self._count(self.most, rows[is_counted])
-        if not bool(is_counted.all()):
+        num_counted = bisect_right(self.known.rows, self.most)
+        if num_counted:
+            self._count(self.most, num_counted)
+        if num_counted < len(self.known.rows):
             self._sort(self.most)
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def _count(self, most: int, rows: Tensor) -> None:
-        """Sum the rows of tables of up to `most` rows, whose lookups are counted; `rows` has their numbers."""
+    def _count(self, most: int, num_counted: int) -> None:
+        """Sum the rows of tables of up to `most` rows, which so many features read, by counting."""
         num_features, num_lookups = self.layout.shape[0], self.num_lookups
         is_nvidia = not INTERPRETED and torch.version.hip is None
         place_dtype = torch.int32 if num_lookups < 2**31 else torch.int64
@@ -177,8 +192,9 @@ class _Sums:
         )  # fmt: skip
         # Full chunks and the last ones of features; chunks that are longer have more counts, but no more for each lookup.
         full_chunks = num_lookups >> counting.CHUNK_BITS.value
-        most_chunks = full_chunks + len(rows)
-        num_counts = full_chunks * min(int(rows.max()), 16_384) + int(rows.sum()) + 4 * most_chunks
+        most_chunks = full_chunks + num_counted
+        largest = min(self.known.rows[num_counted - 1], 16_384)
+        num_counts = full_chunks * largest + self.known.sums_of_rows[num_counted] + 4 * most_chunks
         starts, places = self._empty(num_counts, dtype=torch.int16), self._empty(num_counts, dtype=place_dtype)
         positions = self._empty(num_lookups, dtype=torch.int16)
         warps, room = (counting.ORDER_WARPS, counting.MOST_SHARED) if is_nvidia else (1, 0)
@@ -198,7 +214,7 @@ class _Sums:
         sources = self._empty(num_lookups + 2, dtype=torch.int32 if self.grad.numel() < 2**31 else torch.int64)
         factors = self._empty(num_lookups, dtype=torch.float32) if self.has_factors else None
         _launch_sources(
-            (num_lookups // counting.BLOCK_PLACES.value + len(rows),),
+            (num_lookups // counting.BLOCK_PLACES.value + num_counted,),
             *self.of_lookups, block_begins, count_begins, starts, places, positions, sources, factors, num_lookups, num_features,
             *self.sizes[2:], SHARED=is_nvidia and factors is None and sources.dtype == torch.int32,
             num_warps=counting.PLACES_WARPS,
