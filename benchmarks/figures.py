@@ -556,17 +556,19 @@ def embedding_sweep_ratios(result: dict[str, Any], path: Path) -> None:
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_xscale("log", base=2)
         axis.set_xticks(shown := [1, 8, 64, 512, 4096], [f"{size:,}" for size in shown])
-        axis.set_ylim(bottom=0)
+        axis.set_yscale("log", base=2)
+        axis.set_yticks(shown := [0.5, 1, 2, 4, 8], [f"{ratio:g}" for ratio in shown])
         axis.set_title(f"model {name}" if len(name) == 1 else name, fontsize=9)
         axis.tick_params(labelsize=7)
         axis.spines[["top", "right"]].set_visible(False)
     for axis in list(axes.flat)[len(names) :]:
-        axis.set_visible(False)
+        axis.set_axis_off()
     handles = [plt.Line2D([], [], color=colour, marker="o", markersize=3) for colour, _ in SWEPT.values()]
     handles += [plt.Line2D([], [], color="black", linestyle=style) for style in ("-", "--")]
     words = [*(label for _, label in SWEPT.values()), "uniform ids", "Zipf's ids"]
     figure.legend(handles, words, loc="outside lower center", fontsize=8, ncols=5)
-    figure.supxlabel("samples", fontsize=8)
+    for axis in axes[-1]:
+        axis.set_xlabel("samples", fontsize=8)
     figure.supylabel("times as fast as FBGEMM", fontsize=8)
     figure.suptitle(f"Embedding bags over batches, seeds and ids, {result['environment']['device']}", fontsize=10)
     figure.savefig(path, dpi=130)

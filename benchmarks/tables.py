@@ -683,6 +683,47 @@ def write_embedding_bags() -> None:
 UNMEASURED_BAGS = "No results yet: `python -m benchmarks.embedding_bags` measures them.\n"
 
 
+SWEEP = {"forward": "forward", "sgd": "backward with SGD", "rowwise_adagrad": "backward with row-wise Adagrad"}
+UNMEASURED_SWEEP = "No results yet: `python -m benchmarks.embedding_sweep` measures them.\n"
+
+
+def sweep_page(result: dict[str, Any], machine: str = "") -> str:
+    """Markdown of a result file of embedding bags over sizes, seeds and ids: medians and the worst, by shape and distribution."""
+    summary = result["summary"]
+    kinds = [kind for kind in SWEEP if kind in summary]
+    groups = [group for group in summary[kinds[0]]["times_as_fast"] if group not in ("uniform", "zipf")]
+    columns = [f"{SWEEP[kind]}, {of}" for kind in kinds for of in ("uniform", "Zipf")]
+    lines = [f"| | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
+    for shape in [group for group in groups if "," not in group]:
+        names = [of if shape == "all" else f"{shape}, {of}" for of in ("uniform", "zipf")]
+        found = [summary[kind]["times_as_fast"].get(name) for kind in kinds for name in names]
+        cells = [f"{of['median']:.2f} ({of['worst']:.2f})" if of else "" for of in found]
+        lines.append(f"| {shape} | {' | '.join(cells)} |")
+    of_all = {SWEEP[kind]: summary[kind]["times_as_fast"]["all"] for kind in kinds}
+    worst = [f"{way} {of['worst']:.2f} ({of['worst_case']})" for way, of in of_all.items()]
+    changes = [of["change"] for kind in kinds for of in summary[kind].get("changes", {}).values()]
+    words = (
+        f"{len(result['cases']):,} cases. Medians of how many times as fast as FBGEMM (forward: the better of its versions) ours "
+        "is, the worst case in parentheses:"
+    )
+    blocks = [_machine(result["environment"]), words, "\n".join(lines), f"The worst of all: {'; '.join(worst)}."]
+    if changes:
+        blocks.append(f"Backward, from 448 to 640 samples by 32, the time of a lookup changes by {max(changes):.1%} at most.")
+    if (ROOT / "figures" / f"embedding_sweep-{machine}.png").exists():
+        blocks.append(
+            f"![Times as fast as FBGEMM over the number of samples](../../benchmarks/figures/embedding_sweep-{machine}.png)"
+        )
+    return "\n\n".join(blocks) + "\n"
+
+
+def write_sweep() -> None:
+    """Write the table of the sweep, and what stands in for it before anything is measured."""
+    found = {path.parent.name: json.loads(path.read_text()) for path in sorted(ROOT.glob("results/*/embedding_sweep.json"))}
+    path = FOLDER / "embedding_sweep.md"
+    path.write_text("\n".join(sweep_page(of, machine) for machine, of in found.items()) or UNMEASURED_SWEEP)
+    print(path)
+
+
 HOST_WAYS = {**WAYS, "one_thread": "the same, on one thread"}
 HOST = {"jagged": "jagged", "sll": "FBGEMM `sll`", "fbgemm": "FBGEMM C++", "fa2": "FA2", "before": "jagged before"}
 UNMEASURED_HOST = "No results yet: `python -m benchmarks.host_time` measures them.\n"
@@ -727,6 +768,7 @@ def main() -> None:
     """Write every page's tables, of each machine in turn."""
     write_cross_entropy()
     write_embedding_bags()
+    write_sweep()
     write_host()
     pages: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
         name: ("jagged_ops", partial(page, operators=operators)) for name, operators in PAGES.items()

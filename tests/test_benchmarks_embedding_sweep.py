@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import embedding_sweep, figures
+from benchmarks import embedding_sweep, figures, tables
 from benchmarks.embedding_cases import METHODS, SHAPES, Batch, Ours, Workload, batch_of, check_rows, rows_before, zipf_ranks
 from benchmarks.embedding_sweep import KINDS, NEIGHBOURS, Case, Tables, cases, lines, measure, missing, run, summary
 
@@ -133,6 +133,28 @@ def test_times_at_512_are_held_to_on_all_seeds() -> None:
     assert of(240.0, 246.0, 230.0) == {"median": 0.24, "min": 0.23, "max": 0.246, "seeds": 3, "asked": 0.246, "met": True}
     assert not of(240.0, 246.1)["met"]
     assert of(300.0, distribution="zipf") == {"median": 0.3, "min": 0.3, "max": 0.3, "seeds": 1}
+
+
+def test_the_page_has_medians_and_the_worst_case_by_shape_and_ids() -> None:
+    rows: dict[str, Any] = {}
+    for (shape, distribution), ratios in {("A", "uniform"): (2, 3, 4), ("A", "zipf"): (0.5, 2), ("B", "zipf"): (8,)}.items():
+        for ratio, size in zip(ratios, (448, 480, 512), strict=False):
+            us = float(size)
+            times = {"jagged": us, "fbgemm": ratio * us}
+            rows |= made_up(Case(shape, distribution, size, 0), forward=times | {"fbgemm_v2": 10 * us}, sgd=times)
+    facts = {"device": "NVIDIA Made-Up", "copy_gb_per_s": 1000.0, "torch": "2.11", "triton": "3.6", "fbgemm_gpu": "1.6"}
+    page = tables.sweep_page({"environment": facts, "summary": summary(rows), "cases": rows})
+    ratios_of = ["3.00 (2.00) | 2.00 (0.50)", "3.00 (2.00) | 1.25 (0.50)", " | 8.00 (8.00)"]
+    assert [line for line in page.splitlines() if line.startswith("|")] == [
+        "| | forward, uniform | forward, Zipf | backward with SGD, uniform | backward with SGD, Zipf |",
+        "|---|---:|---:|---:|---:|",
+        f"| all | {ratios_of[0]} | {ratios_of[0]} |",
+        f"| A | {ratios_of[1]} | {ratios_of[1]} |",
+        f"| B | {ratios_of[2]} | {ratios_of[2]} |",
+    ]
+    worst = "forward 0.50 (A, zipf, 448 samples, seed 0); backward with SGD 0.50 (A, zipf, 448 samples, seed 0)"
+    assert f"The worst of all: {worst}." in page
+    assert "from 448 to 640 samples by 32, the time of a lookup changes by 0.0% at most" in page
 
 
 def test_a_run_that_stopped_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
