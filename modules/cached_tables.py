@@ -245,11 +245,13 @@ class CachedTableStorage(TableStorage):
         self.write_back()
         return super().states_by_table()
 
-    def update_by(self, optimizer: Callable[[BagLayout, torch.device], BagOptimizer] | None) -> None:
-        """Update by a new optimizer.
+    def update_by(
+        self, optimizer: Callable[[BagLayout, torch.device], BagOptimizer] | None, cache: CacheOptions | None = None
+    ) -> None:
+        """Update by a new optimizer; by another budget where one is given.
 
         Raises:
-            ValueError: by none.
+            ValueError: by none; a budget without room.
         """
         if optimizer is None:
             raise ValueError(
@@ -257,6 +259,8 @@ class CachedTableStorage(TableStorage):
                 "cache_bytes"
             )
         self.write_back()
+        if cache is not None:
+            self.options = cache
         self._cache = None
         super().update_by(optimizer)
 

@@ -218,6 +218,13 @@ class LoopOptions(Section):
         "embedding tables in several processes: all in each, or each row in one of them: as TorchRec's planner chooses, whole "
         "tables, or blocks of rows",
     )
+    table_cache_bytes: int | None = option(
+        None,
+        "bytes of the device for rows of embedding tables, which are then in the host's memory: the rows that a batch needs, and "
+        "the most frequent ones; none for whole tables on the device",
+        when={"table_optimizer": (*_ADAMS, *_LAMBS, *_ADAGRADS, "sgd")},
+        ge=1,
+    )
     gradient_clip_norm: float | None = option(1.0, "largest global gradient norm; none for no clipping", gt=0)
     accumulate: int = option(1, "batches whose gradients make one step", ge=1)
     max_epochs: int = option(60, "most passes over the training data", ge=1)

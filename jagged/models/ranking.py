@@ -26,6 +26,7 @@ from jagged.modules import (
     JaggedTransformerBlock,
     PositionalEncoding,
     ScheduledEmbeddingBagCollection,
+    ScheduledEmbeddingCollection,
     TimeEncoding,
     with_values,
 )
@@ -368,6 +369,11 @@ class RankingModel(Task):
         return model
 
     @property
+    def device(self) -> torch.device:
+        """Where scores are made; tables whose rows are cached are in the host's memory."""
+        return next(self.scorer.parameters()).device
+
+    @property
     def slices(self) -> tuple[str, ...]:
         """Columns of one id a row by whose values `evaluate` has figures, too; none at first."""
         return self.scorer.slices
@@ -397,6 +403,15 @@ class RankingModel(Task):
         with evaluating(self), torch.no_grad():
             found = self.logits(moved(batch, self.device))
         return {name: of.float().sigmoid() for name, of in found.items()}
+
+    def prefetch(self, batch: Batch) -> None:
+        """Bring the rows of the next batch to the device where tables have them cached, as collections' `prefetch` says."""
+        for name, bags in self.bags.items():
+            assert isinstance(bags, ScheduledEmbeddingBagCollection)
+            bags.prefetch(getattr(batch, name))
+        for rows in self.sequences:
+            if isinstance(rows, ScheduledEmbeddingCollection):
+                rows.prefetch(batch.features)
 
     def _looked_up(self, batch: Batch) -> tuple[dict[str, KeyedTensor], list[dict[str, JaggedTensor]]]:
         """What each collection gives, called once."""

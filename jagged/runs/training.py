@@ -29,6 +29,7 @@ from jagged.training.errors import TrainingError
 from jagged.training.forecast import forecast
 from jagged.training.loop import CHECKPOINTS
 from jagged.training.processes import Processes, process_group, resolve_device
+from jagged.training.table_updates import keep_on_host
 from jagged.training.trainer import Trainer, TrainResult, locked, resolved
 
 DATASET = "dataset"
@@ -105,6 +106,7 @@ def train(
             filter_viewed=config.evaluation.filter_viewed,
             ks=cut_offs(config.training.monitor),
         )
+        keep_on_host(task, config.trainer, processes.world_size)
         loaders = _loaders(config, split, processes, model)
         expected = forecast(config, split, loaders[0], task, config.precision, processes)
         if progress and processes.is_first:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from jagged.training.graphs import GraphedSteps, graphs_serve
 from jagged.training.optimizer import Optimizer, check_updates, number_on, table_names, updated_heads
 from jagged.training.processes import Processes
 from jagged.training.table_plan import ShardedUpdates, check_plan, sharders
-from jagged.training.table_updates import RowUpdates, update_tables_in_backward
+from jagged.training.table_updates import RowUpdates, cache_errors, update_tables_in_backward
 
 _TASK = "task."
 _RANDOM = "random."
@@ -67,7 +67,8 @@ class Engine:
     def __init__(
         self, task: nn.Module, config: TrainerConfig, precision: str, processes: Processes, total_steps: int = 0
     ) -> None:
-        check_updates(task, config.accumulate, processes.world_size)
+        caches = config.table_cache_bytes is not None
+        check_updates(task, config.accumulate, processes.world_size, caches=caches)
         is_sharded = check_plan(task, config, processes.world_size)
         self.task = task
         self.processes = processes
@@ -77,7 +78,7 @@ class Engine:
             task.split(processes.group, processes.host_group)
         self._sharded = ShardedUpdates(task, config, processes) if is_sharded else None
         self._rows: RowUpdates | ShardedUpdates | None = self._sharded
-        held = None
+        held, self._caches = None, caches
         if self._sharded is None and (rows := update_tables_in_backward(task, config, processes.world_size)) is not None:
             self._rows, held = rows, rows.held
         # The optimizer comes with what it updates, and what is updated may be replicated by the wrapper.
@@ -142,7 +143,10 @@ class Engine:
             pipeline = TrainPipelineSparseDist(self._parallel, self.optimizer, self.processes.device)
             batches = iter(batches)
         else:
-            pipeline, batches = TrainPipelineBase(self._parallel, self.optimizer, self.processes.device), carried(batches)
+            made = (self._parallel, self.optimizer, self.processes.device)
+            pipeline, batches = TrainPipelineBase(*made), carried(batches)
+            if self._caches and isinstance(self.task, RankingModel):
+                pipeline = _Prefetching(*made, self.task.prefetch)
         try:
             yield from self._progress(pipeline, batches, left)
         finally:
@@ -157,7 +161,8 @@ class Engine:
             updated = done % self._accumulate == 0 or done == left
             self._step.weighted.last = updated
             try:
-                loss, rows = pipeline.progress(batches)
+                with cache_errors():
+                    loss, rows = pipeline.progress(batches)
             except StopIteration:
                 return
             yield Trained(loss, rows, updated)
@@ -167,8 +172,15 @@ class Engine:
         with self._without_shards():
             weights = [parameter.detach() for parameter in self.task.parameters()]
         weights += [] if self._sharded is None else self._sharded.weights().values()
-        norms = torch._foreach_norm([of for of in weights if of.numel()], float("inf"))
-        return not self.processes.any(not bool(torch.isfinite(torch.stack(norms)).all()))
+        # Tables of which rows are cached are on the host, and have what has changed there from now on.
+        if isinstance(self._rows, RowUpdates):
+            self._rows.write_back()
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for weight in weights:
+            if weight.numel():
+                by_device.setdefault(weight.device, []).append(weight)
+        norms = [torch.stack(torch._foreach_norm(of, float("inf"))) for of in by_device.values()]
+        return not self.processes.any(not all(bool(torch.isfinite(of).all()) for of in norms))
 
     @contextmanager
     def whole_task(self, *, ends: bool = False) -> Iterator[nn.Module]:
@@ -308,6 +320,20 @@ def _misfit(name: str, found: int, expected: int) -> CheckpointError:
     return CheckpointError(
         f"the checkpoint does not fit the model: {name}: {found} rows, expected {expected}; train anew into another output"
     )
+
+
+class _Prefetching(TrainPipelineBase):  # type: ignore[misc,type-arg]
+    """A pipeline that also brings the rows of the next batch, on the stream that has copied it, while the backward pass runs."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, device: torch.device, prefetch: Callable[[Any], None]) -> None:
+        super().__init__(model, optimizer, device)
+        self._prefetch = prefetch
+
+    def _copy_batch_to_gpu(self, cur_batch: Any) -> None:
+        super()._copy_batch_to_gpu(cur_batch)
+        with self._stream_context(self._memcpy_stream):
+            batch = self._cur_batch
+            self._prefetch(batch.batch if isinstance(batch, Carried) else batch)
 
 
 class _Step(nn.Module):

@@ -25,7 +25,7 @@ from jagged.training.graphs import graphs_serve
 from jagged.training.optimizer import table_names, updated_heads
 from jagged.training.processes import Processes
 from jagged.training.table_plan import check_plan, plan_tables, splits_of
-from jagged.training.table_updates import state_bytes, updates_rows
+from jagged.training.table_updates import cache_budgets, state_bytes, updates_rows
 
 if TYPE_CHECKING:
     from jagged.data import Part
@@ -45,11 +45,15 @@ class Forecast:
     Attributes:
         device: "cpu" or "cuda".
         present: in use before training: on the CPU the process with its libraries and data, on a GPU what is allocated.
-        parameters: the weights that this process keeps, fp32; they are part of `present`. The best so far are held beside them.
+        parameters: the weights that this process keeps on the device, fp32; they are part of `present`. The best so far are held
+            beside them.
         elsewhere: the rows of tables that other processes keep. They are part of `present` too, and go before training.
         gradients: of the kept weights, and the second one that the item table has for a moment, from lookup and from scoring;
             with `graphs` a third. Where tables are updated row by row: of the rows that a step scores, once more while they are
             put together with those that it reads, and once as each row's sum.
+        cached: of tables in the host's memory, what rows on the device take, with the optimizer's states; on a GPU it is part of
+            `present`.
+        host: on a GPU, what such tables take of the host's memory: their weights, the best so far, and the optimizer's states.
         slices: how often a step makes the item table's gradient, slice by slice; 0 where it is kept.
         optimizer: AdamW's two moments, and what tables have by `table_optimizer`.
         activations: of a step of the most tokens: 1.6 times what it keeps for its backward, measured on a probe of this model;
@@ -81,11 +85,16 @@ class Forecast:
     max_steps: int
     counted: tuple[str, str] = ("users", "events")
     slices: int = 0
+    cached: int = 0
+    host: int = 0
 
     @property
     def peak(self) -> int:
         """The most memory in use at any moment, bytes."""
         steady = self.present - self.elsewhere + self.parameters + self.optimizer
+        if self.device != "cuda":
+            # Nothing was written there yet.
+            steady += self.cached
         step, between = self.gradients + self.activations, self.parameters + max(self.checkpoint, self.evaluation)
         return max(self.present, steady + (step + between if self.graphs else max(step, between)))
 
@@ -94,6 +103,10 @@ class Forecast:
         how_often = {0: "", 1: " (the item table's in slices)", 2: " (the item table's in slices, twice for their norm)"}
         return how_often[self.slices]
 
+    @property
+    def _of_cache(self) -> str:
+        return f"cached rows {_size(self.cached)}, " if self.cached else ""
+
     def __str__(self) -> str:
         where = "GPU memory" if self.device == "cuda" else "CPU memory (resident)"
         return "\n".join(
@@ -101,9 +114,10 @@ class Forecast:
                 f"forecast  {where}: peak about {_size(self.peak)}",
                 f"          in use now {_size(self.present)} (with {_size(self.parameters + self.elsewhere)} of weights), "
                 f"best weights {_size(self.parameters)}, "
-                f"optimizer {_size(self.optimizer)}, gradients {_size(self.gradients)}{self._in_slices}, "
+                f"optimizer {_size(self.optimizer)}, {self._of_cache}gradients {_size(self.gradients)}{self._in_slices}, "
                 f"activations {_size(self.activations)}, "
                 f"a checkpoint being written {_size(self.checkpoint)}, evaluation up to {_size(self.evaluation)}",
+                *([f"          host memory: tables, the best ones and their optimizer {_size(self.host)}"] if self.host else []),
                 f"          {self.steps_per_epoch:,} steps an epoch of about {self.samples:,.0f} {self.counted[0]} and "
                 f"{self.tokens:,.0f} {self.counted[1]}, at most {self.max_steps:,} steps",
             )
@@ -200,6 +214,8 @@ def forecast_requests(
         activations=int(1.6 * most * kept) + weights.exchanged,
         checkpoint=weights.checkpoint,
         evaluation=int(kept * tokens / samples * config.evaluation.eval_batch_size) + weights.whole,
+        cached=weights.cached,
+        host=weights.host,
         graphs=False,
         samples=samples,
         tokens=tokens,
@@ -254,10 +270,12 @@ class _Weights:
     exchanged: int
     checkpoint: int
     whole: int
+    cached: int
+    host: int
 
     @classmethod
     def of(cls, task: nn.Module, options: LoopOptions, processes: Processes, most: float) -> _Weights:
-        """Of a step that reads `most` rows of each table."""
+        """Of a step that reads `most` rows of each table; those of which rows are cached have been kept on the host already."""
         world_size = processes.world_size
         learned = {name: parameter.detach() for name, parameter in task.named_parameters() if parameter.requires_grad}
         is_sharded = check_plan(task, options, world_size)
@@ -272,17 +290,25 @@ class _Weights:
                 # As of those of a step above; sharded, of the rows that all processes read.
                 read = most * world_size
                 gradients += sum(3 * int(4 * table.shape[1] * min(read, len(table))) - table.nbytes for table in tables)
+        budgets = cache_budgets(task, options)
+        on_host = [of for path in budgets for of in task.get_submodule(path).parameters()]
+        weights, of_rows = sum(table.nbytes for table in on_host), sum(state_bytes(options, table) for table in on_host)
+        host = 0
+        if budgets and processes.device.type == "cuda":
+            host, size, states = 2 * weights + of_rows, size - weights, states - of_rows
         wholes = [learned[name] for name in splits]
         whole = sum(table.nbytes for table in wholes)
         writes = processes.device.type == "cpu" and processes.is_first
         return cls(
             parameters=size,
-            elsewhere=sum(tensor.nbytes for tensor in learned.values()) - size,
+            elsewhere=sum(tensor.nbytes for tensor in learned.values()) - sum(tensor.nbytes for tensor in here.values()),
             gradients=gradients,
             optimizer=states,
             exchanged=int(sum(4 * 4 * table.shape[1] for table in wholes) * most),
             checkpoint=2 * whole + sum(state_bytes(options, table) for table in wholes) if writes else 0,
             whole=whole,
+            cached=sum(budgets.values()),
+            host=host,
         )
 
 

@@ -38,6 +38,7 @@ from jagged.training.errors import CheckpointError, TrainingError, TrainingInter
 from jagged.training.shares import Shares
 from jagged.training.state import TrainState
 from jagged.training.stop import StopRequested, StopWish
+from jagged.training.table_updates import cache_errors
 from jagged.training.watch import Watch
 
 CHECKPOINTS = "checkpoints"
@@ -268,7 +269,7 @@ class Loop:
         if not self.engine.is_finite():
             self._not_finite("a weight", self.state.step)
         loader.set_position(0, 0)
-        with self.engine.whole_task() as task:
+        with self.engine.whole_task() as task, cache_errors():
             # One process must not leave the others waiting in a collective.
             wish = self._wish if self._processes.world_size == 1 else None
             figures: Figures = task.evaluate(  # type: ignore[operator]

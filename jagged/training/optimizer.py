@@ -55,11 +55,14 @@ def updated_heads(module: nn.Module) -> dict[str, GroupSparseHead]:
     return {path: part for path, part in found if part.optimizer is not None}
 
 
-def check_updates(module: nn.Module, accumulate: int, world_size: int) -> None:
+def check_updates(module: nn.Module, accumulate: int, world_size: int, *, caches: bool = False) -> None:
     """Refuse tables that are updated in the backward pass, whose states no checkpoint here would hold.
 
     Gradients are also accumulated, clipped and averaged over processes after it, so heads that are updated there are refused
     where gradients of several batches or processes make a step.
+
+    Args:
+        caches: tables of which rows are cached on the device are updated as `table_optimizer` says.
 
     Raises:
         TrainingError: the first of them.
@@ -71,7 +74,13 @@ def check_updates(module: nn.Module, accumulate: int, world_size: int) -> None:
                 f"task: {path} is updated in the backward pass, by the gradient of one batch, but {several} make a step here; "
                 "make the head without an optimizer, or train in one process without accumulation"
             )
-    fused = [path for path, part in module.named_modules() if isinstance(part, TrainedTables) and part.optimizers]
+    collections = [(path, part) for path, part in module.named_modules() if isinstance(part, TrainedTables)]
+    fused = [path for path, part in collections if part.optimizers and not (caches and part.is_cached)]
+    if not caches and (on_host := [path for path, part in collections if part.is_cached]):
+        raise TrainingError(
+            f"task: {on_host[0]} keeps its tables in the host's memory, expected table_cache_bytes, too; give it, or load the "
+            "model anew"
+        )
     # TorchRec's `apply_optimizer_in_backward` leaves this on parameters.
     fused += [name for name, parameter in module.named_parameters() if hasattr(parameter, "_in_backward_optimizers")]
     if fused:

@@ -19,7 +19,7 @@ FORMAT_VERSION = 3
 _READING = [f"data.{name}" for name in ("path", *DataOptions().reading())]
 _HANDLING = (
     "patience", "num_workers", "checkpoint_every", "checkpoint_seconds", "cuda_graphs", "release_memory", "hang_seconds",
-    "tensorboard", "table_plan",
+    "tensorboard", "table_plan", "table_cache_bytes",
 )  # fmt: skip
 _MAY_CHANGE = frozenset(("output", "device", "evaluation.eval_batch_size", *_HANDLING, *_READING))
 # What may differ beside them where the number of processes does: with it the joint batch stays as large as it was.

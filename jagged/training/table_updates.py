@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +13,7 @@ from jagged.config import TrainerConfig
 from jagged.config.options import LoopOptions
 from jagged.models import NextItemTask, RankingModel, SASRec
 from jagged.modules import CutCrossEntropyHead, HeldUpdates, SampledCrossEntropyHead, replace_embeddings
+from jagged.modules.row_cache import BYTES_OF_ROW
 from jagged.modules.trained_tables import TrainedTables
 from jagged.ops import BagOptimizer, BagOptimizerKind
 from jagged.ops.embedding_bag.optimizers import STATES
@@ -52,6 +55,7 @@ def of_rows_alone(config: LoopOptions) -> str | None:
         "table_max_norm": config.table_max_norm is not None,
         "table_states": config.table_states != "float32",
         "table_gradient_bytes": config.table_gradient_bytes is not None,
+        "table_cache_bytes": config.table_cache_bytes is not None,
     }
     return next((name for name, is_given in given.items() if is_given), None)
 
@@ -69,6 +73,97 @@ def updates_rows(task: nn.Module, config: LoopOptions, world_size: int) -> bool:
     return isinstance(task, RankingModel)
 
 
+def keep_on_host(task: nn.Module, config: LoopOptions, world_size: int) -> None:
+    """Let tables of which `table_cache_bytes` caches rows stay in the host's memory when the task is moved; else nothing.
+
+    A GPU need not have room for them. Whoever updates them makes the cache anew, with what their optimizer keeps.
+
+    Raises:
+        TrainingError: the option, where a task or a number of processes has no such tables, or a budget without room.
+    """
+    if config.table_cache_bytes is None:
+        return
+    if world_size > 1:
+        _refuse_cache(config, f"{world_size} processes", "one", "share tables by table_plan, or leave it out")
+    if not isinstance(task, RankingModel):
+        expected = "a RankingModel, whose tables are read by lookups alone"
+        _refuse_cache(config, f"a {type(task).__name__}", expected, "leave it out")
+    names = table_names(task)
+    if not names:
+        _refuse_cache(config, "a model without tables of ids", "some", "leave it out")
+    if frozen := sorted(name for name in names if not task.get_parameter(name).requires_grad):
+        _refuse_cache(config, f"the frozen table {frozen[0]}", "tables that all learn", "leave it out")
+    replace_embeddings(task)
+    budgets = cache_budgets(task, config)
+    cached = {path: part for path, part in _collections(task).items() if path in budgets}
+    _update_by(cached, budgets, config, "sgd", {"learning_rate": 0.0})
+
+
+def _refuse_cache(config: LoopOptions, found: str, expected: str, cure: str) -> NoReturn:
+    raise TrainingError(f"table_cache_bytes: got {config.table_cache_bytes} with {found}, expected {expected}; {cure}")
+
+
+def _collections(task: nn.Module) -> dict[str, TrainedTables]:
+    return {path: part for path, part in task.named_modules() if isinstance(part, TrainedTables)}
+
+
+def cache_budgets(task: nn.Module, config: LoopOptions) -> dict[str, int]:
+    """By the paths of a task's collections the bytes of the device that their rows have; none of those that are there as a whole.
+
+    The smallest ones stay whole that together take at most half of `table_cache_bytes`, or all if it has room for all: as many
+    lookups find their rows there for fewer bytes, and without a wait in each step. The others share what is left by the bytes of
+    tables and states, beside those that say where each row is.
+    """
+    if config.table_cache_bytes is None:
+        return {}
+    collections, left = _collections(task), config.table_cache_bytes
+    sizes = {
+        path: sum(table.nbytes + state_bytes(config, table) for table in part.parameters()) for path, part in collections.items()
+    }
+    most = left if sum(sizes.values()) <= left else left // 2
+    # What has left the device before does not come back.
+    for path, size in sorted((of for of in sizes.items() if not collections[of[0]].is_cached), key=lambda of: of[1]):
+        if size > most:
+            break
+        del sizes[path]
+        left, most = left - size, most - size
+    fixed = {path: BYTES_OF_ROW * sum(map(len, collections[path].parameters())) for path in sizes}
+    left = max(0, left - sum(fixed.values()))
+    return {path: max(1, fixed[path] + left * size // sum(sizes.values())) for path, size in sizes.items()}
+
+
+def _update_by(
+    collections: dict[str, TrainedTables],
+    budgets: dict[str, int],
+    config: LoopOptions,
+    kind: BagOptimizerKind,
+    options: dict[str, Any],
+) -> None:
+    for path, part in collections.items():
+        # What a loop before has left is nobody's.
+        part.zero_grad()
+        try:
+            part.update_in_backward(kind, options, cache_bytes=budgets.get(path))
+        except ValueError as error:
+            if path not in budgets:
+                raise
+            told = str(error).removeprefix("cache_bytes: ")
+            raise TrainingError(
+                f"table_cache_bytes: got {config.table_cache_bytes:,} for all tables, {path}: {told}; give more"
+            ) from None
+
+
+@contextmanager
+def cache_errors() -> Iterator[None]:
+    """Tell of a batch without room by the trainer's option."""
+    try:
+        yield
+    except ValueError as error:
+        if not str(error).startswith("cache_bytes: "):
+            raise
+        raise TrainingError(f"table_{error}") from None
+
+
 class RowUpdates:
     """A task's tables that are updated row by row.
 
@@ -79,12 +174,9 @@ class RowUpdates:
     def __init__(self, task: nn.Module, config: TrainerConfig) -> None:
         replace_embeddings(task)
         self._optimizer = config.table_optimizer
-        kind, options = KINDS[config.table_optimizer], row_options(config)
-        self._collections = {path: part for path, part in task.named_modules() if isinstance(part, TrainedTables)}
-        for part in self._collections.values():
-            # What a loop before has left is nobody's.
-            part.zero_grad()
-            part.update_in_backward(kind, options)
+        self._collections = _collections(task)
+        budgets = cache_budgets(task, config)
+        _update_by(self._collections, budgets, config, KINDS[config.table_optimizer], row_options(config))
         # Made once: they are asked for in every step.
         self._tables = {
             f"{path}.{name}".removeprefix("."): parameter
@@ -136,6 +228,11 @@ class RowUpdates:
                 found[f"{path}.{parameters[id(part._modules_of_tables[table].weight)]}".removeprefix(".")] = states
         return found
 
+    def write_back(self) -> None:
+        """Let parameters on the host have what was changed in rows that are cached."""
+        for part in self._collections.values():
+            part.write_back()
+
     def norm(self) -> Tensor:
         """The L2 norm of the gradients that are held: `[]` float32."""
         return self.held.norm()
@@ -149,9 +246,14 @@ class RowUpdates:
         self.held.drop()
 
     def end(self) -> None:
-        """Give the tables back, to be trained by anybody: their parameters get gradients again."""
+        """Give the tables back, to be trained by anybody: their parameters get gradients again.
+
+        Those of which rows are cached stay on the host, as they may have no room elsewhere, and have no gradients.
+        """
+        self.held.release()
         for part in self._collections.values():
-            part.stop_updating()
+            if not part.is_cached:
+                part.stop_updating()
         if self._head is not None:
             self._head.sparse = False
         if self._whole is not None:

@@ -28,6 +28,7 @@ from jagged.training.memory import release_large_blocks
 from jagged.training.processes import Processes, process_group, resolve_device
 from jagged.training.state import TrainState
 from jagged.training.stop import stop_wish
+from jagged.training.table_updates import keep_on_host
 
 Config = TypeVar("Config", bound=RunOptions)
 # Writes what a finished run leaves: the task with its best weights, its figures and its history.
@@ -167,6 +168,7 @@ class Trainer:
             fresh = TrainState(dict(options or config.model_dump()), fingerprint, processes.world_size, total_steps)
             path = latest_checkpoint(directory / CHECKPOINTS) if resume else None
             state, tensors = (fresh, {}) if path is None else _kept(path, fresh, config, parts["train"], self.task, processes)
+            keep_on_host(self.task, config, processes.world_size)  # type: ignore[arg-type]
             self.task.to(device)  # type: ignore[attr-defined]
             engine = Engine(self.task, config, config.precision, processes, state.total_steps)  # type: ignore[arg-type]
             closing.callback(engine.close)
@@ -282,7 +284,10 @@ def _load(
     engine.load_state_tensors(tensors, state.step + state.ahead)
     load_states(callbacks, state.callbacks, path)
     best = engine.own_rows({name: value for name, value in tensors.items() if name.startswith(BEST)})
-    return {name.removeprefix(BEST): value.to(engine.processes.device) for name, value in best.items()}
+    # Where the weights are: tables of which rows are cached are on the host.
+    devices = {name: weight.device for name, weight in engine.own_weights().items()}
+    named = ((name.removeprefix(BEST), value) for name, value in best.items())
+    return {name: value.to(devices.get(name, engine.processes.device)) for name, value in named}
 
 
 @contextmanager

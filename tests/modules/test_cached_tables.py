@@ -697,6 +697,58 @@ def test_new_tables(place: Place) -> None:
         same_tables(cached, whole)
 
 
+@pytest.mark.parametrize("make", [sequences, bags])
+def test_tables_that_are_there_are_cached(place: Place, make: Callable[[], Any]) -> None:
+    """Those that a collection has, by a budget that changes; its optimizer's states begin anew each time."""
+    whole, _ = pair(make)
+    other = copy.deepcopy(whole)
+    for kind, share in (("sgd", None), ("rowwise_adagrad", 0.5), ("adam", 0.6), ("adam", None)):
+        given_bytes = {} if share is None else {**budget(make, kind, share), "cache_interval": 4}
+        whole.update_in_backward(kind, {"learning_rate": 0.1})
+        other.update_in_backward(kind, {"learning_rate": 0.1}, **given_bytes)
+        assert other.is_cached == (kind != "sgd")
+        assert other.device == whole.device
+        for seed in range(6):
+            features = zipf(seed)
+            for found, expected in zip(values_of(step(other, features)), values_of(step(whole, features)), strict=True):
+                same(found, expected)
+        same_tables(other, whole)
+    assert {of.device.type for of in other.parameters()} == {"cpu"}
+    assert other.cache_forecast().device_bytes <= budget(make, "adam", 0.6)["cache_bytes"]
+    assert other.cache_statistics().rows_written > 0
+    again = pickle.loads(pickle.dumps(other))
+    step(again, zipf(9))
+    step(whole, zipf(9))
+    same_tables(again, whole)
+
+
+def test_tables_that_are_not_cached_stay_as_they_are(place: Place) -> None:
+    whole, _ = pair(sequences)
+    before = {name: of.clone() for name, of in whole.state_dict().items()}
+
+    def refused(message: str, of: Any = whole, number: int = 10**6, **options: Any) -> None:
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            of.update_in_backward("adam", {"learning_rate": 0.1}, cache_bytes=number, **options)
+        assert not of.is_cached
+        assert {parameter.device for parameter in of.parameters()} == {PLACE.device}
+        same_tables(of, copy.deepcopy(of))
+
+    refused("cache_bytes: expected a number of at least 1, got 0", number=0)
+    refused("cache_interval: expected a number of at least 1, got 0", cache_interval=0)
+    refused("cache_bytes: expected at least 3,153, of which 1,912 say where 239 rows are, got 888", number=1_000)
+    held = HeldUpdates(whole)
+    refused("cache_bytes: expected no HeldUpdates of the tables, got one; call its release() first")
+    held.release()
+    tied = [
+        ScheduledEmbeddingCollection(sequences(), PLACE.device, **options_of("adam")),
+        ScheduledEmbeddingBagCollection([bags()[0]], device=PLACE.device, **options_of("adam")),
+    ]
+    share_tables(*tied)
+    refused("cache_bytes: expected tables of one collection, got some that several share; leave it out", of=tied[0])
+    assert all(torch.equal(of, before[name]) for name, of in whole.state_dict().items())
+    step(whole, zipf(0))
+
+
 def test_converted_tables(place: Place) -> None:
     whole, cached = pair(sequences)
     for collection in (whole, cached):

@@ -39,6 +39,7 @@ from jagged.training.errors import TrainingError
 from jagged.training.forecast import forecast_rows
 from jagged.training.loop import CHECKPOINTS
 from jagged.training.processes import Processes, process_group, resolve_device
+from jagged.training.table_updates import keep_on_host
 from jagged.training.trainer import Trainer, TrainResult, locked, resolved
 from jagged.versions import installed
 
@@ -74,6 +75,7 @@ def train_labels(
         split = kept.split(config)
         torch.manual_seed(config.seed)
         model = _model(config, split.train, None if dry_run else directory / GROUPS, processes, shown)
+        keep_on_host(model, config.trainer, processes.world_size)
         parts = LabelSplit(*(_share(part, processes, is_whole=not number) for number, part in enumerate(split)))
         loader = partial(label_loader, num_workers=config.training.num_workers)
         batch_size, eval_batch_size = config.training.batch_size, config.evaluation.eval_batch_size

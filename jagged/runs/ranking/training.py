@@ -29,6 +29,7 @@ from jagged.training.errors import TrainingError
 from jagged.training.forecast import forecast_requests
 from jagged.training.loop import CHECKPOINTS
 from jagged.training.processes import Processes, process_group, resolve_device
+from jagged.training.table_updates import cache_errors, keep_on_host
 from jagged.training.trainer import Trainer, TrainResult, locked, resolved
 from jagged.versions import installed
 
@@ -67,9 +68,11 @@ def train_ranking(
             model = RankingModel.of(split, max_history=config.data.max_history, **config.model.arguments())
         except ValueError as error:
             raise TrainingError(f"model: {error}") from None
+        keep_on_host(model, config.trainer, processes.world_size)
         model = model.to(processes.device)
         loaders = _loaders(config, split, processes)
-        expected = forecast_requests(config, split.train, loaders[0], model, processes)
+        with cache_errors():
+            expected = forecast_requests(config, split.train, loaders[0], model, processes)
         if shown:
             print(expected, flush=True)
         if dry_run:
