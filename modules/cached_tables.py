@@ -14,6 +14,7 @@ from jagged.modules.row_cache import CacheForecast, Lease, RowCache, forecast_of
 from jagged.modules.table_storage import Table, TableStorage, refuse_copies
 from jagged.ops import BagLayout, BagOptimizer, JointUpdate, embedding_bags, validate_offsets, values_are_trusted
 
+Maker = Callable[[BagLayout, torch.device], BagOptimizer]
 # Of cudaHostRegister: for every context, and mapped into the device's addresses.
 _PORTABLE_AND_MAPPED = 1 | 2
 
@@ -26,26 +27,45 @@ class CacheOptions(NamedTuple):
     device: torch.device
 
 
-def checked_cache(
-    cache_bytes: int | None, cache_interval: int, device: torch.device | str | None, optimizer: object
-) -> CacheOptions | None:
+def checked_cache(cache_bytes: int | None, cache_interval: int, device: torch.device | str | None) -> CacheOptions | None:
     """Return what a collection's cache is made by; None without one.
 
     Raises:
-        ValueError: numbers below 1, or no optimizer.
+        ValueError: numbers below 1.
     """
     for name, number in (("cache_bytes", cache_bytes), ("cache_interval", cache_interval)):
         if number is not None and number < 1:
             raise ValueError(f"{name}: expected a number of at least 1, got {number}")
-    if cache_bytes is None:
-        return None
-    if optimizer is None:
-        raise ValueError(
-            "cache_bytes: expected an optimizer that updates rows in the backward pass, got None: a gradient of whole tables "
-            "would need as much memory as they do; name one with optimizer"
-        )
     # With its number, by which ids are compared.
-    return CacheOptions(cache_bytes, cache_interval, torch.empty(0, device=device).device)
+    return None if cache_bytes is None else CacheOptions(cache_bytes, cache_interval, torch.empty(0, device=device).device)
+
+
+def check_room(tables: TableStorage, optimizer: Maker | None, num_bytes: int) -> None:
+    """Refuse a budget that has no room for rows of some tables, and what an optimizer keeps for them.
+
+    Raises:
+        ValueError: with what is needed.
+    """
+    probe = (optimizer or _without_states)(tables.layout, torch.device("meta"))
+    slots_of(tables.layout, tables.dtype.itemsize, probe, num_bytes)
+
+
+def cached_storage(tables: TableStorage, optimizer: Maker | None, cache: CacheOptions) -> CachedTableStorage:
+    """A storage of the same tables and states with a cache by some options; the storage itself where it has one already."""
+    if isinstance(tables, CachedTableStorage):
+        tables.cache_by(cache)
+        return tables
+    before = tables.optimizer
+    made = CachedTableStorage(tables.layout, tables.bags, optimizer, cache)
+    if before is not None and made.optimizer is not None:
+        for name, state in before.state().items():
+            getattr(made.optimizer, name).copy_(state)
+    return made
+
+
+def _without_states(layout: BagLayout, device: torch.device) -> BagOptimizer:
+    """What tables that are only read keep for a row: nothing."""
+    return BagOptimizer("sgd", layout, learning_rate=0.0, device=device)
 
 
 class _Ahead(NamedTuple):
@@ -68,7 +88,7 @@ class CachedTableStorage(TableStorage):
     written back.
 
     Args:
-        layout, bags, optimizer: as of `TableStorage`; the tables are on the host.
+        layout, bags, optimizer: as of `TableStorage`; the tables are on the host, and without an optimizer only read.
         cache: the budget of this storage, and the device.
 
     Raises:
@@ -79,10 +99,12 @@ class CachedTableStorage(TableStorage):
         self,
         layout: BagLayout,
         bags: Sequence[Table],
-        optimizer: Callable[[BagLayout, torch.device], BagOptimizer],
+        optimizer: Maker | None,
         cache: CacheOptions,
     ) -> None:
         self.options = cache
+        # In an optimizer's place where there is none.
+        self._reader: BagOptimizer | None = None
         self._cache_device = cache.device
         self._cache: RowCache | None = None
         self._versions: list[int] = []
@@ -111,21 +133,22 @@ class CachedTableStorage(TableStorage):
         """As `TableStorage.lookup`; waits for the device once, unless `prefetch` was given the same tensors.
 
         Raises:
-            RuntimeError: in a CUDA graph's capture, or an export; parameters that were changed while changed rows are cached.
+            RuntimeError: in a CUDA graph's capture, or an export; parameters that were changed while changed rows are cached;
+                tables that learn without an optimizer.
             ValueError: too few slots, parameters that were exchanged.
         """
         if self._cache is None:
             return super().lookup(layout, ids, offsets, **options)
         self._refuse_what_is_not_seen(ids, offsets)
         cache, updates = self._cache, self._updates
-        assert updates is not None
-        learns = self.learns()
+        learns = self._updates_rows()
         if learns:
             refuse_copies()
         slots, lease = self._staged(layout, ids, offsets, options.get("batch_sizes"), changes=learns)
         cache.use(slots, lease)
         of_slots = cache.slots_of(layout)
         if learns:
+            assert updates is not None
             found = updates.embedding_bags(of_slots, slots, offsets, **options)
         else:
             found = embedding_bags(cache.weights, of_slots, slots, offsets, **options)
@@ -149,9 +172,20 @@ class CachedTableStorage(TableStorage):
         self._refuse_what_is_not_seen(ids, offsets)
         if self._cache.is_move_due():
             return
-        changes = self.learns()
+        changes = self._updates_rows()
         found = self._staged(layout, ids, offsets, batch_sizes, changes=changes)
         self._ahead[layout] = _Ahead(ids, offsets, (ids._version, offsets._version), batch_sizes, changes, *found)
+
+    def _updates_rows(self) -> bool:
+        """Whether backward of a lookup updates its rows."""
+        learns = self.learns()
+        if learns and self._updates is None:
+            raise RuntimeError(
+                "cache_bytes: expected an optimizer that updates rows in the backward pass, got a lookup with gradients and "
+                "none: those of whole tables would need as much memory as they do; name one by optimizer, freeze the tables, or "
+                "look up under torch.no_grad()"
+            )
+        return learns
 
     def _staged(
         self, layout: BagLayout, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[int] | None, *, changes: bool
@@ -225,9 +259,8 @@ class CachedTableStorage(TableStorage):
 
     def forecast(self) -> CacheForecast:
         """What the tables take on the device and on the host."""
-        assert self._make_optimizer is not None
         itemsize = self.dtype.itemsize
-        probe = self._make_optimizer(self.layout, torch.device("meta"))
+        probe = (self._make_optimizer or _without_states)(self.layout, torch.device("meta"))
         return forecast_of(self.layout, itemsize, probe, slots_of(self.layout, itemsize, probe, self.options.num_bytes))
 
     def whole(self) -> Tensor:
@@ -245,24 +278,23 @@ class CachedTableStorage(TableStorage):
         self.write_back()
         return super().states_by_table()
 
-    def update_by(
-        self, optimizer: Callable[[BagLayout, torch.device], BagOptimizer] | None, cache: CacheOptions | None = None
-    ) -> None:
-        """Update by a new optimizer; by another budget where one is given.
+    def update_by(self, optimizer: Maker | None) -> None:
+        """Update by a new optimizer; without one tables are only read.
 
         Raises:
-            ValueError: by none; a budget without room.
+            ValueError: the budget has no room for what the optimizer keeps.
         """
-        if optimizer is None:
-            raise ValueError(
-                "cache_bytes: expected an optimizer that updates rows in the backward pass, got None; make a collection without "
-                "cache_bytes"
-            )
+        check_room(self, optimizer, self.options.num_bytes)
         self.write_back()
-        if cache is not None:
-            self.options = cache
         self._cache = None
         super().update_by(optimizer)
+
+    def cache_by(self, cache: CacheOptions) -> None:
+        """Cache rows by another budget, with the states as they are."""
+        self.write_back()
+        self.options = cache
+        self._cache = None
+        self.gather()
 
     def gather(self) -> None:
         """As of `TableStorage`; what is not on the host comes there, and rows are read anew."""
@@ -292,33 +324,40 @@ class CachedTableStorage(TableStorage):
         own = None if self.optimizer is None else (self.optimizer.learning_rate, self.optimizer.step)
         self._ahead = {}
         super()._take(storage)
-        if self._make_optimizer is None or self.optimizer is None or self._updates is None:
+        if storage.is_meta:
             self._cache = None
             return
-        states = [getattr(self.optimizer, name) for name in self.optimizer.states_of]
+        if self.optimizer is None:
+            if self._reader is None or self._reader.step.device != self._cache_device:
+                self._reader = _without_states(self.layout, self._cache_device)
+            of_rows = self._reader
+        else:
+            of_rows, self._reader = self.optimizer, None
+        states = [getattr(of_rows, name) for name in of_rows.states_of]
         if self._cache_device.type == "cuda":
             self._pin(storage, *states)
-        if self._is_of_cache(storage, states):
+        if self._is_of_cache(storage, of_rows):
             assert self._cache is not None
             self._cache.forget()
         else:
-            slots = slots_of(self.layout, storage.element_size(), self.optimizer, self.options.num_bytes)
-            cached = self._make_optimizer(slots, self._cache_device)
-            self._cache = RowCache(self.layout, storage, self.optimizer, cached, self.options.interval)
+            slots = slots_of(self.layout, storage.element_size(), of_rows, self.options.num_bytes)
+            cached = (self._make_optimizer or _without_states)(slots, self._cache_device)
+            self._cache = RowCache(self.layout, storage, of_rows, cached, self.options.interval)
+        self._versions = self._found_versions()
+        if self.optimizer is None:
+            return
         cache = self._cache
-        assert cache is not None
         # A schedule fills the tensor that the update reads.
         rate, step = (self.optimizer.learning_rate, self.optimizer.step) if own is None else own
         self.optimizer.learning_rate, self.optimizer.step = (of.to(self._cache_device) for of in (rate, step))
         cache.optimizer.learning_rate, cache.optimizer.step = self.optimizer.learning_rate, self.optimizer.step
         self._updates = JointUpdate(cache.weights, cache.optimizer, self.check_all_learn, cache.release)
         self._updates.holds = self._holds
-        self._versions = self._found_versions()
 
-    def _is_of_cache(self, storage: Tensor, states: list[Tensor]) -> bool:
+    def _is_of_cache(self, storage: Tensor, of_rows: BagOptimizer) -> bool:
         """Tell whether the cache that there is reads these tensors."""
         cache = self._cache
-        if cache is None or cache.device != self._cache_device or cache.states is not self.optimizer:
+        if cache is None or cache.device != self._cache_device or cache.states is not of_rows:
             return False
         return (cache.storage.data_ptr(), cache.storage.dtype) == (storage.data_ptr(), storage.dtype)
 
@@ -350,9 +389,9 @@ class CachedTableStorage(TableStorage):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if self.optimizer is not None:
+        if (of_rows := self.optimizer or self._reader) is not None:
             # Where `torch.load` was told to put what was on the device.
-            self._cache_device = self.optimizer.learning_rate.device
+            self._cache_device = of_rows.learning_rate.device
 
 
 def _unpin(tensor: Tensor) -> None:

@@ -110,7 +110,7 @@ class ScheduledEmbeddingBagCollection(TrainedTables, BagCollection):
         self._describe(tables, is_weighted, output_dtype)
         self._kind = optimizer
         self._optimizer = optimizer_maker(optimizer, optimizer_options)
-        self._cache = checked_cache(cache_bytes, cache_interval, device, optimizer)
+        self._cache = checked_cache(cache_bytes, cache_interval, device)
         self.embedding_bags = nn.ModuleDict()
         self._parts: list[TablesPart] = []
         self._places = []

@@ -86,7 +86,7 @@ class ScheduledEmbeddingCollection(TrainedTables, SequenceCollection):
         self._describe(tables, need_indices, output_dtype)
         self._kind = optimizer
         self._optimizer = optimizer_maker(optimizer, optimizer_options)
-        self._cache = checked_cache(cache_bytes, cache_interval, device, optimizer)
+        self._cache = checked_cache(cache_bytes, cache_interval, device)
         self.embeddings = nn.ModuleDict()
         self._parts: list[TablesPart] = []
         self._names = []

@@ -192,6 +192,16 @@ class TableStorage:
         """What updates the tables in the backward pass; None without an optimizer, or on the meta device."""
         return self._updates
 
+    @property
+    def bags(self) -> list[Table]:
+        """For each table the module with its `weight`."""
+        return self._bags
+
+    @property
+    def holds(self) -> bool:
+        """Whether gradients wait for `updates.step`."""
+        return self._holds
+
     def hold(self, holds: bool) -> None:
         """Let the backward pass keep gradients for `updates.step`, or update by itself again; what is kept is dropped."""
         self._holds = holds

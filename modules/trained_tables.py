@@ -15,8 +15,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.modules.backward_updates import checked_options, load_state
 from jagged.modules.bag_collection import KeyOrder, Lookups, Part, lookups_of
-from jagged.modules.cached_tables import CachedTableStorage, CacheOptions, checked_cache
-from jagged.modules.row_cache import CacheForecast, CacheStatistics, slots_of
+from jagged.modules.cached_tables import CachedTableStorage, CacheOptions, cached_storage, check_room, checked_cache
+from jagged.modules.row_cache import CacheForecast, CacheStatistics
 from jagged.modules.table_storage import Table, TableStorage
 from jagged.ops import BagLayout, BagOptimizer, BagOptimizerKind
 
@@ -120,70 +120,69 @@ class TrainedTables(nn.Module):
         names = [of for part in self._parts for of in part.names if of]
         raise KeyError(f"name: expected one of {', '.join(names)}, got {name!r}")
 
-    def update_in_backward(
-        self,
-        optimizer: BagOptimizerKind,
-        optimizer_options: dict[str, Any],
-        *,
-        cache_bytes: int | None = None,
-        cache_interval: int = 100,
-    ) -> None:
+    def update_in_backward(self, optimizer: BagOptimizerKind, optimizer_options: dict[str, Any]) -> None:
         """Let an optimizer update the tables in the backward pass from now on, as one that the collection was made with.
 
         Args:
             optimizer, optimizer_options: as of the collection. States begin anew; collections that share tables share them, too.
-            cache_bytes, cache_interval: as of the collection: tables go to the host's memory, and rows are cached where the
-                tables were, or where the collection is moved to. None: they stay as they are, cached or not.
 
         Raises:
-            ValueError: options that are unknown or missing, or out of their ranges; a budget without room, or of tables that
-                several collections share or whose updates `HeldUpdates` holds back.
+            ValueError: options that are unknown or missing, or out of their ranges; a cache without room for its states.
+        """
+        made = optimizer_maker(optimizer, optimizer_options)
+        assert made is not None
+        for part in self._parts:
+            part.tables.update_by(made)
+        self._optimizer = made
+
+    def stop_updating(self) -> None:
+        """Let parameters get gradients again, as in a collection that was made without an optimizer; its states go.
+
+        Those of which rows are cached are only read then.
+        """
+        self._optimizer = None
+        for part in self._parts:
+            part.tables.hold(False)
+            part.tables.update_by(None)
+
+    def cache_rows(self, cache_bytes: int, cache_interval: int = 100) -> None:
+        """Keep the tables, and their optimizer's states, in the host's memory from now on, as a collection with `cache_bytes`.
+
+        Rows are cached where the tables were, and go along where the collection is moved. Parameters that were on another device
+        are others then. Of a collection that has a cache the budget changes.
+
+        Args:
+            cache_bytes, cache_interval: as of the collection.
+
+        Raises:
+            ValueError: numbers below 1, a budget without room, or tables that several collections share or whose updates
+                `HeldUpdates` holds back.
 
         Example:
             >>> from torchrec.modules.embedding_configs import EmbeddingConfig
             >>> from jagged.modules import ScheduledEmbeddingCollection
             >>> config = EmbeddingConfig(name="item", embedding_dim=4, num_embeddings=1000, feature_names=["history"])
             >>> tables = ScheduledEmbeddingCollection([config])
-            >>> tables.update_in_backward("sgd", {"learning_rate": 0.1}, cache_bytes=10_000)
+            >>> tables.cache_rows(10_000)
             >>> tables.cache_forecast().slots
-            125
+            54
         """
-        made = optimizer_maker(optimizer, optimizer_options)
-        assert made is not None
-        if cache_bytes is not None:
-            if any(part.tables.is_shared for part in self._parts):
-                raise ValueError("cache_bytes: expected tables of one collection, got some that several share; leave it out")
-            if any(part.tables._holds for part in self._parts):
-                raise ValueError("cache_bytes: expected no HeldUpdates of the tables, got one; call its release() first")
-            self._cache_by(checked_cache(cache_bytes, cache_interval, self.device, optimizer), made)
-        else:
-            for part in self._parts:
-                part.tables.update_by(made)
-        self._optimizer = made
-
-    def _cache_by(self, cache: CacheOptions | None, optimizer: functools.partial[BagOptimizer]) -> None:
-        """Keep tables on the host, with rows by a budget, which data types share by their bytes."""
+        cache = checked_cache(cache_bytes, cache_interval, self.device)
         assert cache is not None
+        if cache == self._cache:
+            return
+        if any(part.tables.is_shared for part in self._parts):
+            raise ValueError("cache_bytes: expected tables of one collection, got some that several share; leave it out")
+        if not self.is_cached and any(part.tables.holds for part in self._parts):
+            raise ValueError("cache_bytes: expected no HeldUpdates of the tables, got one; call its release() first")
         sizes = [part.tables.layout.num_elements * part.tables.dtype.itemsize for part in self._parts]
         budgets = [cache._replace(num_bytes=cache.num_bytes * size // sum(sizes)) for size in sizes]
         for part, budget in zip(self._parts, budgets, strict=True):
             # What has no room is told before anything has changed.
-            layout = part.tables.layout
-            slots_of(layout, part.tables.dtype.itemsize, optimizer(layout, torch.device("meta")), budget.num_bytes)
+            check_room(part.tables, self._optimizer, budget.num_bytes)
         for number, (part, budget) in enumerate(zip(self._parts, budgets, strict=True)):
-            if isinstance(part.tables, CachedTableStorage):
-                part.tables.update_by(optimizer, budget)
-            else:
-                tables = CachedTableStorage(part.tables.layout, part.tables._bags, optimizer, budget)
-                self._parts[number] = part._replace(tables=tables)
+            self._parts[number] = part._replace(tables=cached_storage(part.tables, self._optimizer, budget))
         self._cache = cache
-
-    def stop_updating(self) -> None:
-        """Let parameters get gradients again, as in a collection that was made without an optimizer; its states go."""
-        self._optimizer = None
-        for part in self._parts:
-            part.tables.hold(False)
-            part.tables.update_by(None)
 
     def write_back(self) -> None:
         """Write what updates have changed in cached rows back to the parameters and the optimizers' states, on the host.
@@ -315,7 +314,6 @@ class TrainedTables(nn.Module):
         """The storage of some tables, which have a share of the budget."""
         if self._cache is None:
             return TableStorage(layout, bags, self._optimizer)
-        assert self._optimizer is not None
         return CachedTableStorage(
             layout, bags, self._optimizer, self._cache._replace(num_bytes=int(self._cache.num_bytes * share))
         )

@@ -18,6 +18,7 @@ from jagged.data.negatives import Drawing
 from jagged.evaluation import item_table, takes_times
 from jagged.models import NextItemTask
 from jagged.modules import MixedSampler, SampledCrossEntropyHead
+from jagged.modules.trained_tables import TrainedTables
 from jagged.ops.sampled_cross_entropy.api import MOST_GATHERED
 from jagged.scoring import DEFAULT_MAX_BYTES
 from jagged.training.display import memory_in_use
@@ -200,7 +201,10 @@ def forecast_requests(
     # Four standard deviations above the mean, and never more than can be.
     most = tokens + 4 * float(rows.std(correction=0)) * math.sqrt(samples)
     most = min(most, float(of.max_tokens or of.batch_size * float(rows.max())))
-    probe = part.gather(range(min(_PROBE_SAMPLES, len(rows))), max_history=config.data.max_history, **config.data.drawing())
+    # Never more than a batch, for whose rows a cache may have just room.
+    probe = part.gather(
+        range(min(_PROBE_SAMPLES, len(rows), of.batch_size)), max_history=config.data.max_history, **config.data.drawing()
+    )
     probed = max(1, int(rows[: len(probe)].sum()))
     kept = _kept_bytes(task, probe.to(device), config.precision, device) / probed
     weights = _Weights.of(task, of, processes, most)
@@ -366,6 +370,10 @@ def _kept_bytes(task: nn.Module, batch: Any, precision: str, device: torch.devic
 
     was_training = task.training
     task.train()
+    cached = [part for part in task.modules() if isinstance(part, TrainedTables) and part.is_cached]
+    for part in cached:
+        # Without an optimizer they are only read. Nothing is updated here.
+        part.update_in_backward("sgd", {"learning_rate": 0.0})
     devices = [device] if device.type == "cuda" else []
     with (
         torch.random.fork_rng(devices),
@@ -375,6 +383,8 @@ def _kept_bytes(task: nn.Module, batch: Any, precision: str, device: torch.devic
         output = task(batch)
     task.train(was_training)
     del output
+    for part in cached:
+        part.stop_updating()
     return sum(kept.values())
 
 

@@ -62,7 +62,7 @@ def check_updates(module: nn.Module, accumulate: int, world_size: int, *, caches
     where gradients of several batches or processes make a step.
 
     Args:
-        caches: tables of which rows are cached on the device are updated as `table_optimizer` says.
+        caches: tables may be in the host's memory.
 
     Raises:
         TrainingError: the first of them.
@@ -75,7 +75,7 @@ def check_updates(module: nn.Module, accumulate: int, world_size: int, *, caches
                 "make the head without an optimizer, or train in one process without accumulation"
             )
     collections = [(path, part) for path, part in module.named_modules() if isinstance(part, TrainedTables)]
-    fused = [path for path, part in collections if part.optimizers and not (caches and part.is_cached)]
+    fused = [path for path, part in collections if part.optimizers]
     if not caches and (on_host := [path for path, part in collections if part.is_cached]):
         raise TrainingError(
             f"task: {on_host[0]} keeps its tables in the host's memory, expected table_cache_bytes, too; give it, or load the "

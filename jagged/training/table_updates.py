@@ -94,9 +94,7 @@ def keep_on_host(task: nn.Module, config: LoopOptions, world_size: int) -> None:
     if frozen := sorted(name for name in names if not task.get_parameter(name).requires_grad):
         _refuse_cache(config, f"the frozen table {frozen[0]}", "tables that all learn", "leave it out")
     replace_embeddings(task)
-    budgets = cache_budgets(task, config)
-    cached = {path: part for path, part in _collections(task).items() if path in budgets}
-    _update_by(cached, budgets, config, "sgd", {"learning_rate": 0.0})
+    _cache_rows(task, config)
 
 
 def _refuse_cache(config: LoopOptions, found: str, expected: str, cure: str) -> NoReturn:
@@ -132,25 +130,25 @@ def cache_budgets(task: nn.Module, config: LoopOptions) -> dict[str, int]:
     return {path: max(1, fixed[path] + left * size // sum(sizes.values())) for path, size in sizes.items()}
 
 
-def _update_by(
-    collections: dict[str, TrainedTables],
-    budgets: dict[str, int],
-    config: LoopOptions,
-    kind: BagOptimizerKind,
-    options: dict[str, Any],
-) -> None:
-    for path, part in collections.items():
-        # What a loop before has left is nobody's.
-        part.zero_grad()
-        try:
-            part.update_in_backward(kind, options, cache_bytes=budgets.get(path))
-        except ValueError as error:
-            if path not in budgets:
-                raise
-            told = str(error).removeprefix("cache_bytes: ")
-            raise TrainingError(
-                f"table_cache_bytes: got {config.table_cache_bytes:,} for all tables, {path}: {told}; give more"
-            ) from None
+def _cache_rows(task: nn.Module, config: LoopOptions) -> None:
+    collections = _collections(task)
+    for path, budget in cache_budgets(task, config).items():
+        with _of_collection(path, config):
+            collections[path].cache_rows(budget)
+
+
+@contextmanager
+def _of_collection(path: str, config: LoopOptions) -> Iterator[None]:
+    """Tell of a budget without room by the trainer's option."""
+    try:
+        yield
+    except ValueError as error:
+        told = str(error).removeprefix("cache_bytes: ")
+        if config.table_cache_bytes is None or told == str(error):
+            raise
+        raise TrainingError(
+            f"table_cache_bytes: got {config.table_cache_bytes:,} for all tables, {path}: {told}; give more"
+        ) from None
 
 
 @contextmanager
@@ -175,8 +173,12 @@ class RowUpdates:
         replace_embeddings(task)
         self._optimizer = config.table_optimizer
         self._collections = _collections(task)
-        budgets = cache_budgets(task, config)
-        _update_by(self._collections, budgets, config, KINDS[config.table_optimizer], row_options(config))
+        _cache_rows(task, config)
+        for path, part in self._collections.items():
+            # What a loop before has left is nobody's.
+            part.zero_grad()
+            with _of_collection(path, config):
+                part.update_in_backward(KINDS[config.table_optimizer], row_options(config))
         # Made once: they are asked for in every step.
         self._tables = {
             f"{path}.{name}".removeprefix("."): parameter
@@ -248,12 +250,10 @@ class RowUpdates:
     def end(self) -> None:
         """Give the tables back, to be trained by anybody: their parameters get gradients again.
 
-        Those of which rows are cached stay on the host, as they may have no room elsewhere, and have no gradients.
+        Those of which rows are cached stay on the host, as they may have no room elsewhere, and are only read.
         """
-        self.held.release()
         for part in self._collections.values():
-            if not part.is_cached:
-                part.stop_updating()
+            part.stop_updating()
         if self._head is not None:
             self._head.sparse = False
         if self._whole is not None:

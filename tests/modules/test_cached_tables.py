@@ -699,14 +699,23 @@ def test_new_tables(place: Place) -> None:
 
 @pytest.mark.parametrize("make", [sequences, bags])
 def test_tables_that_are_there_are_cached(place: Place, make: Callable[[], Any]) -> None:
-    """Those that a collection has, by a budget that changes; its optimizer's states begin anew each time."""
+    """Those that a collection has, with its states, by a budget that changes; and by another optimizer from then on."""
     whole, _ = pair(make)
     other = copy.deepcopy(whole)
-    for kind, share in (("sgd", None), ("rowwise_adagrad", 0.5), ("adam", 0.6), ("adam", None)):
-        given_bytes = {} if share is None else {**budget(make, kind, share), "cache_interval": 4}
-        whole.update_in_backward(kind, {"learning_rate": 0.1})
-        other.update_in_backward(kind, {"learning_rate": 0.1}, **given_bytes)
-        assert other.is_cached == (kind != "sgd")
+    for kind, of_kind, share in (
+        ("rowwise_adagrad", "rowwise_adagrad", 0.5),
+        ("rowwise_adagrad", "adam", 0.6),
+        ("adam", "adam", 0.8),
+        ("adam", "adam", 0.7),
+    ):
+        if kind == "adam":
+            for of in (whole, other):
+                of.update_in_backward("adam", {"learning_rate": 0.1})
+        for seed in (20, 21):
+            step(whole, zipf(seed))
+            step(other, zipf(seed))
+        other.cache_rows(**budget(make, of_kind, share), cache_interval=4)
+        assert other.is_cached
         assert other.device == whole.device
         for seed in range(6):
             features = zipf(seed)
@@ -714,7 +723,7 @@ def test_tables_that_are_there_are_cached(place: Place, make: Callable[[], Any])
                 same(found, expected)
         same_tables(other, whole)
     assert {of.device.type for of in other.parameters()} == {"cpu"}
-    assert other.cache_forecast().device_bytes <= budget(make, "adam", 0.6)["cache_bytes"]
+    assert other.cache_forecast().device_bytes <= budget(make, "adam", 0.7)["cache_bytes"]
     assert other.cache_statistics().rows_written > 0
     again = pickle.loads(pickle.dumps(other))
     step(again, zipf(9))
@@ -728,14 +737,14 @@ def test_tables_that_are_not_cached_stay_as_they_are(place: Place) -> None:
 
     def refused(message: str, of: Any = whole, number: int = 10**6, **options: Any) -> None:
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            of.update_in_backward("adam", {"learning_rate": 0.1}, cache_bytes=number, **options)
+            of.cache_rows(number, **options)
         assert not of.is_cached
         assert {parameter.device for parameter in of.parameters()} == {PLACE.device}
         same_tables(of, copy.deepcopy(of))
 
     refused("cache_bytes: expected a number of at least 1, got 0", number=0)
     refused("cache_interval: expected a number of at least 1, got 0", cache_interval=0)
-    refused("cache_bytes: expected at least 3,153, of which 1,912 say where 239 rows are, got 888", number=1_000)
+    refused("cache_bytes: expected at least 2,405, of which 1,912 say where 239 rows are, got 888", number=1_000)
     held = HeldUpdates(whole)
     refused("cache_bytes: expected no HeldUpdates of the tables, got one; call its release() first")
     held.release()
@@ -747,6 +756,73 @@ def test_tables_that_are_not_cached_stay_as_they_are(place: Place) -> None:
     refused("cache_bytes: expected tables of one collection, got some that several share; leave it out", of=tied[0])
     assert all(torch.equal(of, before[name]) for name, of in whole.state_dict().items())
     step(whole, zipf(0))
+
+
+@pytest.mark.parametrize("make", [sequences, bags])
+def test_tables_that_are_only_read(place: Place, make: Callable[[], Any]) -> None:
+    """Without an optimizer, which needs nothing on the device or the host beside rows."""
+    whole, _ = pair(make)
+    configs = make()
+    of = ScheduledEmbeddingCollection if isinstance(configs[0], EmbeddingConfig) else ScheduledEmbeddingBagCollection
+    given_bytes = budget(make, "sgd", 0.5)
+    cached = of(configs, device=PLACE.device, **given_bytes, cache_interval=4)
+    cached.load_state_dict(whole.state_dict())
+    forecast = cached.cache_forecast()
+    assert forecast.host_bytes == sum(of.nbytes for of in cached.parameters())
+    assert forecast.device_bytes <= given_bytes["cache_bytes"]
+    message = (
+        "cache_bytes: expected an optimizer that updates rows in the backward pass, got a lookup with gradients and none: those "
+        "of whole tables would need as much memory as they do; name one by optimizer, freeze the tables, or look up under "
+        "torch.no_grad()"
+    )
+    for look in (cached, cached.prefetch):
+        with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+            look(zipf(0))
+    frozen = copy.deepcopy(cached).requires_grad_(False)
+    again = pickle.loads(pickle.dumps(cached))
+    for seed in range(12):
+        features = zipf(seed)
+        with torch.no_grad():
+            cached.prefetch(features)
+            expected = values_of(whole(features))
+            found = [values_of(of(features)) for of in (cached, again)]
+        for of_one in (*found, values_of(frozen(features))):
+            for ours, theirs in zip(of_one, expected, strict=True):
+                assert not ours.requires_grad
+                same(ours, theirs)
+    statistics = cached.cache_statistics()
+    assert statistics.rows_read > 0
+    assert statistics.rows_written == 0
+    assert statistics.moves > 0
+    assert cached.optimizers == []
+    assert cached.optimizer_state_dict() == {}
+    # Trained from now on, and then read again.
+    for collection in (whole, cached):
+        collection.update_in_backward("sgd", {"learning_rate": 0.1})
+        step(collection, zipf(3))
+    same_tables(cached, whole)
+    cached.stop_updating()
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+        cached(zipf(0))
+    with torch.no_grad():
+        for ours, theirs in zip(values_of(cached(zipf(4))), values_of(whole(zipf(4))), strict=True):
+            same(ours, theirs)
+
+
+def test_gradients_of_weights_of_ids_of_tables_that_are_only_read(place: Place) -> None:
+    def make() -> list[EmbeddingBagConfig]:
+        return bags(pooling=PoolingType.SUM)
+
+    whole, _ = pair(make, is_weighted=True)
+    cached = ScheduledEmbeddingBagCollection(make(), True, PLACE.device, **budget(make, "sgd", 0.5))
+    cached.load_state_dict(whole.state_dict())
+    gradients = []
+    for of in (whole, cached):
+        of.requires_grad_(False)
+        features = zipf(0, weighted=True)
+        loss_of(of(features)).backward()
+        gradients.append(features.weights().grad)
+    same(*gradients)
 
 
 def test_converted_tables(place: Place) -> None:
@@ -843,11 +919,6 @@ def test_most_frequent(place: Place, seed: int) -> None:
         ({"cache_bytes": 0}, "cache_bytes: expected a number of at least 1, got 0"),
         ({"cache_bytes": 10**6, "cache_interval": 0}, "cache_interval: expected a number of at least 1, got 0"),
         (
-            {"cache_bytes": 1000, "optimizer": None, "optimizer_options": None},
-            "cache_bytes: expected an optimizer that updates rows in the backward pass, got None: a gradient of whole tables "
-            "would need as much memory as they do; name one with optimizer",
-        ),
-        (
             {"cache_bytes": 1000},
             "cache_bytes: expected at least 1,385, of which 960 say where 120 rows are, got 1,000",
         ),
@@ -865,9 +936,6 @@ def test_what_is_refused(place: Place) -> None:
     for collections in ((whole, cached), (cached, whole)):
         with pytest.raises(ValueError, match=r"^collections: expected tables that are on the device as a whole, got some with"):
             share_tables(*collections)
-    message = "cache_bytes: expected an optimizer that updates rows in the backward pass, got None; make a collection without"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        cached.stop_updating()
     cached = pair(sequences)[1]
     weight = cached.embeddings["x"].weight
     cached.embeddings["x"].weight = torch.nn.Parameter(weight.detach().clone())

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from jagged.config import ConfigError, TrainerConfig
+import jagged
+from jagged.config import ConfigError, RankingConfig, TrainerConfig
 from jagged.data.records import Dataset
 from jagged.data.schema import Schema
 from jagged.data.table_loader import RequestLoader
-from jagged.data.table_splits import Split
 from jagged.models import RankingInputs, RankingModel
 from jagged.models.pretrained import load_task
 from jagged.modules import replace_embeddings
@@ -37,7 +37,7 @@ BUDGET = 11_000
 KINDS = ["adagrad", "rowwise-adagrad", "sgd", "sparse-adamw", "rowwise-adamw", "lamb", "rowwise-lamb"]
 
 
-def shop(requests: int = 150) -> Split:
+def impressions(requests: int = 150) -> pa.Table:
     """Requests of two candidates, of many users and items, with lists that are pooled with and without weights."""
     rng = np.random.default_rng(0)
     users, items = rng.integers(200, size=requests).repeat(2), rng.integers(300, size=2 * requests)
@@ -58,12 +58,12 @@ def shop(requests: int = 150) -> Split:
         "click": (users % 3 == items % 3).astype(float),
         "buy": (users % 6 == items % 6).astype(float),
     }
-    schema = Schema(tuple(COLUMNS[name] for name in COLUMNS if name in found))
-    table = pa.table({name: pa.array(values) for name, values in found.items()})
-    return Dataset.from_table(table, schema, duplicates="keep", progress=False).split(by="time", valid=0.1, test=0.1)
+    return pa.table({name: pa.array(values) for name, values in found.items()})
 
 
-SPLIT = shop()
+TABLE = impressions()
+SCHEMA = Schema(tuple(COLUMNS[name] for name in COLUMNS if name in TABLE.column_names))
+SPLIT = Dataset.from_table(TABLE, SCHEMA, duplicates="keep", progress=False).split(by="time", valid=0.1, test=0.1)
 
 
 @pytest.fixture
@@ -252,6 +252,9 @@ def test_a_task_that_was_trained_predicts_and_is_trained_again(tmp_path: Path) -
     for name, found in task.predict(batch).items():
         assert torch.equal(found, whole.predict(batch)[name])
     check_equal(task.state_dict(), whole.state_dict())
+    whole(batch).loss.backward()
+    with pytest.raises(RuntimeError, match=r"^cache_bytes: expected an optimizer that updates rows in the backward pass, got a "):
+        task(batch)
     with pytest.raises(TrainingError) as caught:
         Trainer(task, config(cache=None, output=str(tmp_path / "other"), **options)).fit(*parts, progress=False)
     assert str(caught.value) == (
@@ -392,3 +395,33 @@ def test_on_a_gpu_tables_stay_on_the_host(tmp_path: Path, precision: str) -> Non
     batch = SPLIT.test.gather(range(5))
     for name, found in tasks[0].predict(batch).items():
         torch.testing.assert_close(found, tasks[1].predict(batch)[name], atol=close, rtol=close)
+
+
+def run_config(directory: Path, cache: int, **options: Any) -> RankingConfig:
+    SCHEMA.save(directory / "schema.toml")
+    training = {"table_optimizer": "rowwise-adagrad", "table_cache_bytes": cache, "max_epochs": 1, "tensorboard": False}
+    return RankingConfig(
+        output=str(directory / "run"),
+        data={"schema_file": str(directory / "schema.toml"), "duplicates": "keep"},
+        training={**training, **options},
+        evaluation={"eval_batch_size": 4},
+    )
+
+
+def test_a_forecast_needs_no_more_rows_than_a_batch(tmp_path: Path) -> None:
+    assert "cached rows " in str(jagged.train(run_config(tmp_path, BUDGET, batch_size=4), TABLE, dry_run=True).forecast)
+    with pytest.raises(TrainingError) as caught:
+        jagged.train(run_config(tmp_path, BUDGET, batch_size=16), TABLE, dry_run=True)
+    assert str(caught.value) == (
+        "table_cache_bytes: expected room for 21 more rows of width 16, which a batch misses, got 18 of 18 slots: others have "
+        "rows that the batch needs, too, or lookups whose backward has not run; give more bytes, or smaller batches"
+    )
+
+
+@pytest.mark.gpu
+def test_a_run_is_opened_with_its_tables_on_the_host(tmp_path: Path) -> None:
+    jagged.train(run_config(tmp_path, 24_000, batch_size=4), TABLE, progress=False)
+    rankers = [jagged.Ranker.from_pretrained(tmp_path / "run", device=device) for device in ("cuda", "cpu")]
+    assert [bool(cached(ranker._run.model)) for ranker in rankers] == [True, False]  # type: ignore[union-attr]
+    found, expected = (ranker.predict(TABLE, progress=False)["predicted_click"].to_numpy() for ranker in rankers)
+    np.testing.assert_allclose(found, expected, atol=1e-3)

@@ -25,6 +25,7 @@ from jagged.evaluation import bar
 from jagged.models.pretrained import PretrainedTask, open_task
 from jagged.runs.ranking.checks import check_data, check_opened, fitting
 from jagged.runs.run import find_device
+from jagged.training.table_updates import keep_on_host
 
 DATASET = "dataset"
 FloatArray = npt.NDArray[np.float32]
@@ -44,12 +45,18 @@ class RankingRun:
     def open(cls, directory: str | os.PathLike[str], *, device: str = "auto") -> RankingRun:
         """Open a directory that `train` wrote, after verifying its files.
 
+        On a GPU tables of which the run had rows cached stay in the host's memory, and are read by the same budget.
+
         Raises:
             ConfigError: an unknown device, or one that is not there.
             CheckpointError: the directory holds no such model, or a file of it is damaged.
         """
-        opened = open_task(directory, device=find_device(device))
+        where = find_device(device)
+        opened = open_task(directory)
         check_opened(opened)
+        if where.type == "cuda":
+            keep_on_host(opened.task, opened.config.training, 1)
+        opened.task.to(where)
         return cls(opened)
 
     @property
