@@ -165,7 +165,7 @@ class TrainedTables(nn.Module):
             >>> tables = ScheduledEmbeddingCollection([config])
             >>> tables.cache_rows(10_000)
             >>> tables.cache_forecast().slots
-            54
+            60
         """
         cache = checked_cache(cache_bytes, cache_interval, self.device)
         assert cache is not None
