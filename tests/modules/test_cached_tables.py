@@ -947,6 +947,24 @@ def test_what_is_refused(place: Place) -> None:
             getattr(whole, name)()
 
 
+def test_traced_tables_that_are_only_read(place: Place) -> None:
+    """Under `torch.fx` the collection is a leaf; autocast and another head that learns leave the rows as they are."""
+    whole, cached = pair(bags)
+    for collection in (whole, cached):
+        collection.requires_grad_(False)
+    cached.stop_updating()
+    traced = torch.fx.symbolic_trace(torch.nn.Sequential(cached))
+    expected = whole(zipf(0)).values()
+    same(traced(zipf(0)).values(), expected)
+    head = torch.nn.Linear(expected.shape[1], 1, device=PLACE.device)
+    with torch.autocast(PLACE.device.type, torch.bfloat16):
+        pooled = cached(zipf(0)).values()
+        head(pooled).float().sum().backward()
+    same(pooled, expected)
+    assert head.weight.grad is not None
+    assert cached.cache_statistics().rows_written == 0
+
+
 def test_sharding_is_refused(place: Place) -> None:
     _, cached = pair(bags)
     with pytest.raises(
@@ -955,8 +973,13 @@ def test_sharding_is_refused(place: Place) -> None:
         ScheduledEmbeddingBagCollectionSharder().shard(cached, {}, None, PLACE.device)
 
 
-def test_an_export_is_refused(place: Place) -> None:
+@pytest.mark.parametrize("kind", ["rowwise_adagrad", None])
+def test_an_export_is_refused(place: Place, kind: str | None) -> None:
+    """Also of tables that are only read."""
     _, cached = pair(bags)
+    if kind is None:
+        cached.stop_updating()
+        cached.requires_grad_(False)
     features = zipf(0)
 
     class Model(torch.nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from jagged.config import ConfigError, RankingConfig, TrainerConfig
 from jagged.data.records import Dataset
 from jagged.data.schema import Schema
 from jagged.data.table_loader import RequestLoader
+from jagged.data.table_splits import Split
 from jagged.models import RankingInputs, RankingModel
 from jagged.models.pretrained import load_task
 from jagged.modules import replace_embeddings
@@ -37,9 +40,9 @@ BUDGET = 11_000
 KINDS = ["adagrad", "rowwise-adagrad", "sgd", "sparse-adamw", "rowwise-adamw", "lamb", "rowwise-lamb"]
 
 
-def impressions(requests: int = 150) -> pa.Table:
+def impressions(requests: int = 150, seed: int = 0) -> pa.Table:
     """Requests of two candidates, of many users and items, with lists that are pooled with and without weights."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     users, items = rng.integers(200, size=requests).repeat(2), rng.integers(300, size=2 * requests)
     liked = [[f"i{i}" for i in rng.integers(300, size=rng.integers(4))] for _ in range(requests)]
     words = [[f"w{i}" for i in rng.integers(90, size=rng.integers(4))] for _ in items]
@@ -63,7 +66,29 @@ def impressions(requests: int = 150) -> pa.Table:
 
 TABLE = impressions()
 SCHEMA = Schema(tuple(COLUMNS[name] for name in COLUMNS if name in TABLE.column_names))
-SPLIT = Dataset.from_table(TABLE, SCHEMA, duplicates="keep", progress=False).split(by="time", valid=0.1, test=0.1)
+
+
+def split_of(table: pa.Table) -> Split:
+    return Dataset.from_table(table, SCHEMA, duplicates="keep", progress=False).split(by="time", valid=0.1, test=0.1)
+
+
+def messy(seed: int) -> pa.Table:
+    """Zipf's items, of which some are missing, as are users, types, prices, labels and whole lists."""
+    rng, table = np.random.default_rng(seed), impressions(seed=seed)
+    rows = table.num_rows
+    found = {name: table[name].to_pylist() for name in table.column_names}
+    found["item"] = [f"i{i}" for i in np.minimum(rng.zipf(1.3, rows), 300)]
+    for name in ("item", "price", "words", "click", "buy"):
+        found[name] = [None if rng.random() < 0.15 else value for value in found[name]]
+    found["counts"] = [None if words is None else of for words, of in zip(found["words"], found["counts"], strict=True)]
+    for name in ("type", "liked"):
+        # Of a request its candidates say the same.
+        is_missing = (rng.random(rows // 2) < 0.15).repeat(2)
+        found[name] = [None if of else value for of, value in zip(is_missing, found[name], strict=True)]
+    return pa.table({name: pa.array(values, table.schema.field(name).type) for name, values in found.items()})
+
+
+SPLIT = split_of(TABLE)
 
 
 @pytest.fixture
@@ -158,6 +183,47 @@ def test_weights_and_states_are_those_of_whole_tables(
     slots = sum(part.cache_forecast().slots for part in cached(engines[0].task))
     assert found.rows_read > slots
     assert found.rows_written > 0
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_messy_tables_of_frequent_items(processes: Processes, seed: int) -> None:
+    """What is missing has a row of its own, which is cached as any other; weights and figures are those of whole tables."""
+    split = split_of(messy(seed))
+    found, figures = [], []
+    for cache in (13_000, None):
+        torch.manual_seed(seed)
+        model = RankingModel.of(split, table_dims={"item": 6, "words": 8}, conditional={"buy": "click"}, implied=True)
+        engine = Engine(model, config(cache=cache), "32-true", processes, 60)
+        assert bool(cached(engine.task)) == (cache is not None)
+        losses = trained(engine, split.train.loader(batch_size=4, shuffle=True, max_history=10, seed=seed))
+        found.append((losses, {name: of.clone() for name, of in engine.state_tensors().items()}))
+        assert cache is None or statistics(engine.task).rows_written > 0
+        figures.append(model.evaluate(split.valid.loader(batch_size=4), "valid", progress=False))
+    assert found[0][0] == found[1][0]
+    check_equal(found[0][1], found[1][1])
+    assert str(figures[0]) == str(figures[1])
+
+
+def test_mixed_precision_and_what_becomes_of_a_trained_task(processes: Processes) -> None:
+    """Copies, pickles and a compiled one predict as the task does, which predicts as one of whole tables."""
+    engines = [Engine(model_of(), config(cache=cache), "bf16-mixed", processes, 60) for cache in (BUDGET, None)]
+    assert trained(engines[0]) == trained(engines[1])
+    check_equal(*(engine.state_tensors() for engine in engines))
+    task, whole = (engine.task for engine in engines)
+    for engine in engines:
+        engine.close()
+    batch = SPLIT.test.gather(range(5))
+    expected = whole.predict(batch)
+    others = {"itself": task, "copied": copy.deepcopy(task), "pickled": pickle.loads(pickle.dumps(task))}
+    for name, other in others.items():
+        assert len(cached(other)) == 2, name
+        for of, probabilities in other.predict(batch).items():
+            assert torch.equal(probabilities, expected[of]), name
+    torch.compiler.reset()
+    compiled = torch.compile(task, backend="aot_eager")
+    with torch.no_grad():
+        for of, scores in compiled(batch).scores.items():
+            torch.testing.assert_close(scores.logits.sigmoid(), expected[of], rtol=1e-5, atol=1e-6)
 
 
 def test_the_next_batch_is_there_before_its_forward(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
