@@ -244,10 +244,10 @@ UPDATE = operator(
 
 
 def keys_dtype(layout: BagLayout) -> torch.dtype:
-    """Return what holds the rows of all tables, and one behind them: of tables that nothing reads, too, where there are some."""
+    """Return what holds the rows of tables that features read, and one behind them."""
     assert layout.tables is not None
-    is_narrow = len(set(layout.tables)) == len(layout.rows) and layout.first_rows[-1] < 2**31 - 1
-    return torch.int32 if is_narrow else torch.int64
+    num_rows = max((layout.first_rows[table] + layout.rows[table] for table in set(layout.tables)), default=0)
+    return torch.int32 if num_rows < 2**31 - 1 else torch.int64
 
 
 def room_for_order(layout: BagLayout, x: WeightsInputs) -> Order:

@@ -616,15 +616,14 @@ def test_very_long_bags_are_cut(place: Place, weighted: bool, has_sizes: bool, m
 
 @ON_TRITON
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize(("chunk", "split"), [(8, 8), (8, 16), (16, 64)])
+@pytest.mark.parametrize("size", [8, 16, 64])
 def test_rows_of_many_lookups_are_summed_in_parts(
-    place: Place, chunk: int, split: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
+    place: Place, size: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that end with a block, go across one end or several, or are all of a table, beside others; wide rows too."""
     from jagged.ops.embedding_bag.triton import sorting
 
-    monkeypatch.setattr(sorting, "STREAM", (chunk, chunk))
-    monkeypatch.setattr(sorting, "SPLIT", (split, split))
+    monkeypatch.setattr(sorting, "BLOCKS", ((2**62, size),))
     layout = BagLayout((3, 1, 50, 2), (6, 140, 8, 4))
     bags = 5 if place.name == "interpret" else 9
     for seed, most in enumerate((5, 33) if place.name == "interpret" else (5, 16, 33)):

@@ -133,14 +133,15 @@ def test_sums_of_rows(kind: str, options: tuple[str, ...], arch: int) -> None:
     constants |= dict.fromkeys(name for name in ("last_step", "max_norm") if name not in options)
     if kind == "none":
         constants |= dict.fromkeys(("factors", "first", "second", "step", "corrections", "rate"))
-    split, aligned = {"SPLIT": sorting.SPLIT[1]}, {"ALIGNED": True}
-    join = {name: value for name, value in constants.items() if name != "factors"} | split
+    aligned, most = {"ALIGNED": True, "USED": 1}, {"MOST": sorting.MOST_LOOKUPS.value}
+    join = {name: value for name, value in constants.items() if name != "factors"} | {"BLOCKS": sorting.JOINED_BLOCKS}
     for kernel, of in (
-        (sorting.embedding_bags_rows_kernel, constants | split | aligned | {"STREAM": sorting.STREAM[1]}),
+        (sorting.embedding_bags_rows_kernel, constants | aligned | most),
+        (sorting.embedding_bags_rows_kernel, constants | aligned | most | {"ALIGNED": False}),
         (sorting.embedding_bags_join_kernel, join),
-        (rows.embedding_bags_counted_rows_kernel, constants | aligned | {"USED": 1}),
-        (rows.embedding_bags_counted_rows_kernel, constants | {"ALIGNED": False, "USED": 1}),
-        (rows.embedding_bags_long_rows_kernel, constants | aligned),
+        (rows.embedding_bags_counted_rows_kernel, constants | aligned),
+        (rows.embedding_bags_counted_rows_kernel, constants | aligned | {"ALIGNED": False}),
+        (rows.embedding_bags_long_rows_kernel, constants | {"ALIGNED": True}),
     ):
         num_warps = sorting.JOINING_WARPS if kernel is sorting.embedding_bags_join_kernel else 1
         states = "bf16" if "states" in options else "fp32"
@@ -155,7 +156,7 @@ def test_sums_of_rows(kind: str, options: tuple[str, ...], arch: int) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "map", "planned", "large_map", "large_planned", "rows_map", "lookups", "singles", "chunks", "orders", "bounds",
+        "map", "planned", "large_map", "large_planned", "lookups", "singles", "chunks", "orders", "bounds",
         "sources", "factors", "samples",
     ],
 )  # fmt: skip
@@ -167,11 +168,6 @@ def test_small_kernels(name: str, arch: int | str) -> None:
         "planned": (schedules, {"BLOCK": 1024, "first_bags": None}, 16),
         "large_map": (schedules, {"BLOCK": schedules.BLOCK_GROUPS, "plan": None}, 16),
         "large_planned": (schedules, {"BLOCK": schedules.BLOCK_GROUPS, "first_bags": None}, 16),
-        "rows_map": (
-            sorting,
-            {"STREAM": sorting.STREAM[1], "SPLIT": sorting.SPLIT[1], "WHOLE_ROWS": False, "BLOCK": sorting.BLOCK_TABLES},
-            16,
-        ),
         "lookups": (sorting, {"BAGS": sorting.BLOCK_BAGS, "LOOKUPS": sorting.BLOCK_LOOKUPS, "SINGLES": False}, 4),
         "singles": (sorting, {"BAGS": sorting.BLOCK_BAGS, "LOOKUPS": sorting.BLOCK_LOOKUPS, "SINGLES": True}, 4),
         "chunks": (counting, {"BLOCK": counting.BLOCK_FEATURES}, 16),

@@ -356,12 +356,11 @@ def test_rows_of_many_lookups_are_updated_once(
     grads = [random_tensor((4, layout.width), torch.float32, seed) for seed in steps]
     weights = random_tensor((layout.num_elements,), torch.float32, 0)
     results = []
-    for way, split in (("sorted", 128), ("sorted", 8), ("counted", None), ("counted", 8)):
+    for way, size in (("sorted", 128), ("sorted", 8), ("counted", None), ("counted", 8)):
         if way == "sorted":
-            monkeypatch.setattr(sorting, "STREAM", (8, 8))
-            monkeypatch.setattr(sorting, "SPLIT", (split, split))
+            monkeypatch.setattr(sorting, "BLOCKS", ((2**62, size),))
         optimizer = optimizer_of(kind, layout, weight_decay=0.125, **options)
-        with gathering(way, long=split):
+        with gathering(way, long=size):
             results.append([trained(place, weights, optimizer, batches, grads), optimizer.first, optimizer.second])
     for result in results[1:]:
         for in_parts, whole in zip(result, results[0], strict=True):

@@ -344,13 +344,13 @@ def ends_of(start, mask):
 
 @triton.jit(do_not_specialize=["most_counted"])
 def embedding_bags_bounds_kernel(
-    tables, layout, chunk_begins, count_begins, place_begins, starts, places, bounds, long_rows, counters, most_counted,
-    BLOCK: tl.constexpr,
+    tables, layout, chunk_begins, count_begins, place_begins, starts, places, bounds, long_rows, arrivals, counters,
+    most_counted, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum the begins of a table's rows over its chunks: `bounds` get where the lookups of a row begin and end.
 
     `places` get what is to be added to the place of a lookup in its chunk. Rows of more than `LONG` lookups get a slot of
-    `long_rows` `[slots, LONG_FIELDS]` for each `LONG` of them.
+    `long_rows` `[slots, LONG_FIELDS]` for each `LONG` of them, and 0 arrivals in the first one.
     """
     table = tl.program_id(0).to(tl.int64)
     fields = tables + table * FIELDS
@@ -386,6 +386,7 @@ def embedding_bags_bounds_kernel(
             most = tl.max(slices, 0)
             if most > 0:
                 slot = tl.atomic_add(counters + 1 + tl.zeros_like(row), slices.to(tl.int64), mask=slices > 0, sem="relaxed")
+                tl.store(arrivals + slot, tl.zeros_like(row), mask=slices > 0)
                 for i in range(0, most):
                     of_slot = long_rows + (slot + i) * LONG_FIELDS
                     tl.store(of_slot + LONG_ROW, row.to(tl.int64), mask=i < slices)

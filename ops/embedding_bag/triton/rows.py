@@ -97,6 +97,31 @@ def row_columns(is_aligned):
     return 32 * (8 if is_aligned else 4)
 
 
+@triton.jit
+def lanes_of(width, part, ALIGNED: tl.constexpr, WIDE: tl.constexpr):
+    """Return the exponent of how many lanes have a row, and the columns `[32, pieces, together]` that each has of a part of it."""
+    COLUMNS: tl.constexpr = row_columns(ALIGNED)
+    # Columns of a lane that are loaded together, and how many times it does.
+    TOGETHER: tl.constexpr = 4 if ALIGNED else 1
+    PIECES: tl.constexpr = (COLUMNS // 32 // TOGETHER) << WIDE
+    # Two lanes also where one would do: 16 bytes of each of 32 rows, twice, are twice as many requests to the L1.
+    exponent = (width > COLUMNS // 64).to(tl.int32)
+    for i in tl.static_range(1, 5):
+        exponent += (width > ((COLUMNS // 32) << i)).to(tl.int32)
+    lanes = 1 << exponent
+    columns = (tl.arange(0, 32) & (lanes - 1))[:, None] * TOGETHER + tl.arange(0, PIECES)[None, :] * (lanes * TOGETHER)
+    return exponent, tl.cast(part * COLUMNS, tl.int32) + columns[:, :, None] + tl.arange(0, TOGETHER)[None, None, :]
+
+
+@triton.jit
+def widening_of(width, ALIGNED: tl.constexpr):
+    """Return the exponent of how many times `row_columns` a row has that is taken whole."""
+    wide = tl.zeros((), tl.int32)
+    for i in tl.static_range(MOST_WIDE - 1):
+        wide += (width > (row_columns(ALIGNED) << i)).to(tl.int32)
+    return wide
+
+
 # Called and not inlined: what one branch computes holds no registers in another.
 @triton.jit(noinline=True)
 def rows_unit(
@@ -111,10 +136,6 @@ def rows_unit(
     behind those of the row before: the sources of the next step, of this row or the next one, are under way while the gradients
     of this step are.
     """
-    COLUMNS: tl.constexpr = row_columns(ALIGNED)
-    # Columns of a lane that are loaded together, and how many times it does.
-    TOGETHER: tl.constexpr = 4 if ALIGNED else 1
-    PIECES: tl.constexpr = (COLUMNS // 32 // TOGETHER) << WIDE
     numbers = (eps, beta1, beta2, weight_decay, rest1, rest2, max_norm)
     start, rows = tl.load(fields + START), tl.load(fields + ROWS)
     width, first_row = tl.load(fields + WIDTH), tl.load(fields + FIRST_ROW)
@@ -123,22 +144,16 @@ def rows_unit(
     if ALIGNED:
         # It is; said so that the compiler sees it, and makes loads of 16 bytes.
         width = width // 4 * 4
-    # Two lanes also where one would do: 16 bytes of each of 32 rows, twice, are twice as many requests to the L1.
-    exponent = (width > COLUMNS // 64).to(tl.int32)
-    for i in tl.static_range(1, 5):
-        exponent += (width > ((COLUMNS // 32) << i)).to(tl.int32)
+    exponent, columns = lanes_of(width, part, ALIGNED, WIDE)
     lanes, groups = 1 << exponent, 32 >> exponent
     turns = tl.minimum(lanes * FEWEST_TURNS, MOST_TURNS)
-    lane = tl.arange(0, 32)
-    columns = (lane & (lanes - 1))[:, None] * TOGETHER + tl.arange(0, PIECES)[None, :] * (lanes * TOGETHER)
-    columns = (part * COLUMNS).to(tl.int32) + columns[:, :, None] + tl.arange(0, TOGETHER)[None, None, :]
     in_row = columns < width
     grad += columns
     most_source = grad_size - width
     learning_rate = 0.0
     if KIND != "none":
         learning_rate = tl.load(rate)
-    row = (unit * groups).to(tl.int32) * turns + (lane >> exponent) * turns
+    row = (unit * groups).to(tl.int32) * turns + (tl.arange(0, 32) >> exponent) * turns
     last = tl.minimum(row + turns, rows)
     begin, end = tl.load(bounds + row, mask=row < last, other=0), tl.load(bounds + row + 1, mask=row < last, other=0)
     after = tl.load(bounds + row + 2, mask=row + 1 < last, other=0)
@@ -216,8 +231,7 @@ def embedding_bags_counted_rows_kernel(
         is_own = is_read & (tl.load(fields + ROWS) <= most_counted) & ((part == 0) | (not WHOLE_ROWS))
         wide = tl.zeros((), tl.int32)
         if WHOLE_ROWS:
-            for i in tl.static_range(MOST_WIDE - 1):
-                wide += (width > (COLUMNS << i)).to(tl.int32)
+            wide = widening_of(width, ALIGNED)
         for i in tl.static_range(MOST_WIDE):
             if (USED >> i) & 1:  # noqa: SIM102
                 if is_own & (wide == i):
@@ -238,12 +252,16 @@ def sum_of_slice(
     for column in range(0, width.to(tl.int32), COLUMNS):
         columns = column + tl.arange(0, COLUMNS)
         total = tl.zeros((GROUPS, COLUMNS), tl.float32)
-        for i in range(0, length, GROUPS * SLICE_UNROLL):
-            lookup = i + tl.arange(0, SLICE_UNROLL)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
-            source = tl.load(sources + begin + lookup, mask=lookup < length, other=0)
+        lookup = tl.arange(0, SLICE_UNROLL)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+        source = tl.load(sources + begin + lookup, mask=lookup < length, other=0)
+        for _ in range(0, length, GROUPS * SLICE_UNROLL):
+            # Sources of the next lookups are under way while these ones' gradients are.
+            following = lookup + GROUPS * SLICE_UNROLL
+            next_source = tl.load(sources + begin + following, mask=following < length, other=0)
             total += sum_of_lookups(
                 grad, source, factors, begin + lookup, lookup < length, grad_size - width, columns, columns < width, ALIGNED
             )  # fmt: skip
+            lookup, source = following, next_source
         tl.store(result + columns, tl.sum(total, 0), mask=columns < width)
 
 

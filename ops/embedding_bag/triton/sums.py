@@ -54,7 +54,6 @@ _launch_sources = Launcher(counting.embedding_bags_sources_kernel)
 _launch_counted_rows = Launcher(embedding_bags_counted_rows_kernel)
 _launch_long_rows = Launcher(embedding_bags_long_rows_kernel)
 _launch_lookups = Launcher(sorting.embedding_bags_lookups_kernel)
-_launch_rows_map = Launcher(sorting.embedding_bags_rows_map_kernel)
 _launch_rows = Launcher(sorting.embedding_bags_rows_kernel)
 _launch_join = Launcher(sorting.embedding_bags_join_kernel)
 
@@ -154,6 +153,7 @@ class _Sums:
         self.is_sorted = is_sorted
         self.numbers = *rows.numbers, 1 - rows.numbers[1], 1 - rows.numbers[2], rows.max_norm
         self.are_whole = rows.are_whole
+        self.widenings = used_widenings(self.layout, is_aligned=self.known.is_aligned) if self.are_whole else 1
         self.options: dict[str, Any] = {
             "KIND": rows.kind,
             "IS_STOCHASTIC": rows.is_stochastic and rows.weights.dtype == torch.bfloat16,
@@ -206,9 +206,10 @@ class _Sums:
         bounds = self._empty(self.known.num_rows + self.num_tables, dtype=place_dtype)
         most_slices = 2 * (num_lookups // counting.LONG.value)
         long_rows = self._empty(most_slices, counting.LONG_FIELDS.value, dtype=torch.int64)
+        arrivals = self._empty(most_slices, dtype=torch.int32)
         _launch_bounds(
             (self.num_tables, counting.BOUNDS_PROGRAMS),
-            self.tables, self.x.layout, chunk_begins, count_begins, place_begins, starts, places, bounds, long_rows,
+            self.tables, self.x.layout, chunk_begins, count_begins, place_begins, starts, places, bounds, long_rows, arrivals,
             counters, most, BLOCK=counting.BLOCK_ROWS, num_warps=counting.BOUNDS_WARPS,
         )  # fmt: skip
         sources = self._empty(num_lookups + 2, dtype=torch.int32 if self.grad.numel() < 2**31 else torch.int64)
@@ -220,15 +221,13 @@ class _Sums:
             num_warps=counting.PLACES_WARPS,
         )  # fmt: skip
         of_rows = self.grad, sources, factors, bounds
-        widenings = used_widenings(self.layout, is_aligned=self.known.is_aligned) if self.are_whole else 1
         _launch_counted_rows(
             (self.programs,),
             *of_rows, *self.state, counters, self.grad.numel(), self.num_tables, most, *self.numbers,
-            ALIGNED=self.known.is_aligned, **self.options | {"USED": widenings},
+            ALIGNED=self.known.is_aligned, **self.options | {"USED": self.widenings},
         )  # fmt: skip
         if most_slices:
             sums = self._empty(most_slices, self.row_stride, dtype=torch.float32)
-            arrivals = torch.zeros(most_slices, dtype=torch.int32, device=self.device)
             _launch_long_rows(
                 (LONG_PROGRAMS * gpu(self.device).multiprocessors,),
                 *of_rows, long_rows, sums, arrivals, *self.state, counters, self.grad.numel(), self.row_stride, *self.numbers,
@@ -239,9 +238,8 @@ class _Sums:
         """Return the lookups of tables of more than `most` rows by their rows, those of a row in their order."""
         num_lookups = self.num_lookups
         narrow, wide = torch.int32, torch.int64
-        # The key of what is not sorted: behind all tables' rows, also those of tables that nothing reads.
-        no_row = self.known.num_rows if self.known.num_read == self.num_tables else 2**62
-        keys = torch.full((num_lookups,), no_row, dtype=narrow if no_row < 2**31 - 1 else wide, device=self.device)
+        no_row = self.known.num_rows
+        keys = self._empty(num_lookups, dtype=narrow if no_row < 2**31 - 1 else wide)
         sources = self._empty(num_lookups, dtype=narrow if self.grad.numel() < 2**31 else wide)
         factors = self._empty(num_lookups, dtype=torch.float32) if self.has_factors else None
         is_single = self.num_all >= sorting.MANY_SINGLES and 2 * num_lookups <= 3 * self.num_all
@@ -264,34 +262,25 @@ class _Sums:
 
     def _sort(self, most: int) -> None:
         """Sum the rows of tables of more than `most` rows, whose lookups are sorted."""
-        num_lookups, num_tables, wide = self.num_lookups, self.num_tables, torch.int64
         keys, sources, factors = self.order if self.is_sorted and self.order is not None else self._sorted(most)
-        begins = torch.searchsorted(keys, self.tables[:, TABLE.first_row].to(keys.dtype).contiguous())
-        ends, block_ends = self._empty(2, num_tables, dtype=wide)
-        counter = self._empty(1, dtype=wide)
-        is_large = num_lookups >= sorting.MANY_LOOKUPS
-        stream, split = sorting.STREAM[is_large], sorting.SPLIT[is_large]
-        programs = min(self.programs, num_lookups)
-        _launch_rows_map(
-            (1,),
-            self.tables, begins, ends, block_ends, counter, num_tables, programs, STREAM=stream, SPLIT=split,
-            WHOLE_ROWS=self.are_whole, BLOCK=sorting.BLOCK_TABLES, num_warps=16,
-        )  # fmt: skip
-        # Of each block of lookups the part of a row that came in, and of one that goes on. A table's last block may be short.
-        is_split = num_lookups > split
-        num_parts = 2 * (num_lookups // split + num_tables) if is_split else 0
-        parts_of_runs = torch.zeros(num_parts, self.row_stride, dtype=torch.float32, device=self.device)
+        size = sorting.block_size(self.num_lookups)
+        num_blocks = cdiv(self.num_lookups, size)
+        of_blocks = self.num_lookups, size, self.known.num_rows
+        # Of each block the part of a row that came in, and of one that goes on. Rows that have parts go through all of a block.
+        is_split = num_blocks > 2
+        parts_of_runs = self._empty(2 * num_blocks if is_split else 0, self.row_stride, dtype=torch.float32)
         _launch_rows(
-            (programs,),
-            self.grad, sources, factors, keys, parts_of_runs, *self.state, begins, ends, block_ends, counter,
-            self.grad.numel(), num_tables, self.row_stride, *self.numbers, STREAM=stream, SPLIT=split,
-            ALIGNED=self.known.is_aligned, **self.options,
+            (num_blocks,),
+            self.grad, sources, factors, keys, parts_of_runs, *self.state, *of_blocks, self.grad.numel(), self.num_tables,
+            self.row_stride, *self.numbers, ALIGNED=self.known.is_aligned, MOST=sorting.MOST_LOOKUPS.value,
+            **self.options | {"USED": self.widenings},
         )  # fmt: skip
         if is_split:
+            programs = min(cdiv(num_blocks, sorting.JOINED_BLOCKS), sorting.JOINING * gpu(self.device).multiprocessors)
             _launch_join(
-                (sorting.JOINING * gpu(self.device).multiprocessors,),
-                keys, parts_of_runs, *self.state, begins, block_ends, num_tables, self.row_stride, *self.numbers,
-                SPLIT=split, **self.options | {"num_warps": sorting.JOINING_WARPS},
+                (programs,),
+                keys, parts_of_runs, *self.state, *of_blocks, self.num_tables, self.row_stride, *self.numbers,
+                BLOCKS=sorting.JOINED_BLOCKS, **self.options | {"num_warps": sorting.JOINING_WARPS},
             )  # fmt: skip
 
 
