@@ -617,19 +617,63 @@ def test_very_long_bags_are_cut(place: Place, weighted: bool, has_sizes: bool, m
 @ON_TRITON
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("size", [8, 16, 64])
+@pytest.mark.parametrize("widths", [(6, 140, 8, 4), (8, 300, 36, 4)])
 def test_rows_of_many_lookups_are_summed_in_parts(
-    place: Place, size: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
+    place: Place, widths: tuple[int, ...], size: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that end with a block, go across one end or several, or are all of a table, beside others; wide rows too."""
     from jagged.ops.embedding_bag.triton import sorting
 
     monkeypatch.setattr(sorting, "BLOCKS", ((2**62, size),))
-    layout = BagLayout((3, 1, 50, 2), (6, 140, 8, 4))
+    layout = BagLayout((3, 1, 50, 2), widths)
     bags = 5 if place.name == "interpret" else 9
     for seed, most in enumerate((5, 33) if place.name == "interpret" else (5, 16, 33)):
         lengths = torch.randint(most, (4, bags), generator=torch.Generator().manual_seed(seed)).tolist()
         batch = batch_of(layout, lengths, seed)
         check(place, batch, torch.float32, sample_dtype=torch.float32 if weighted else None)
+
+
+@ON_TRITON
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("has_sizes", [False, True])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_small_batches_are_sorted_in_chunks(place: Place, index_dtype: torch.dtype, has_sizes: bool, weighted: bool) -> None:
+    """Chunks of one table and of several, of tables that features read in another order, one chunk, and full ones: as sorted."""
+    layout = BagLayout((5, 3000, 40), (8, 33, 64), (2, 0, 1, 0))
+    for lengths in (
+        [[9, 0, 40], [1, 7, 3], [2, 90, 1], [5, 0, 11]],
+        [[3, 1, 0], [2, 0, 0], [1, 1, 0], [0, 0, 1]],
+        [[16], [0], [8], [24]],
+    ):
+        batch = batch_of(layout, lengths, index_dtype=index_dtype, offset_dtype=index_dtype, has_sizes=has_sizes)
+        weights = weights_of(layout, torch.float32)
+        samples = random_tensor(tuple(batch.indices.shape), torch.float32, 1) if weighted else None
+        results = []
+        for way in ("sorted", "merged"):
+            with gathering(way):
+                results.append(run(place, batch, weights, samples))
+        assert all(map(torch.equal, *results))
+        with gathering("merged"):
+            check(place, batch, torch.float32, sample_dtype=torch.float32 if weighted else None)
+
+
+@ON_TRITON
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("gathered", ["merged", "sorted", "counted"])
+@pytest.mark.parametrize("has_sizes", [False, True])
+def test_lookups_of_no_bag_are_none(place: Place, has_sizes: bool, gathered: str) -> None:
+    """Those before the first bag and behind the last one: what no kernel wrote a key for must not be taken for one."""
+    layout = BagLayout((9, 40, 7), (4, 5, 8), (0, 1, 2))
+    batch = batch_of(layout, [[2, 0, 5], [1, 1, 3], [4, 0, 0]], has_sizes=has_sizes)
+    weights, samples = weights_of(layout, torch.float32), random_tensor((16 + 300,), torch.float32, 1)
+    front, behind = (torch.zeros(count, dtype=torch.int64, device=place.device) for count in (7, 293))
+    wide = replace(batch, indices=torch.cat([front, batch.indices, behind]), offsets=batch.offsets + 7)
+    with gathering(gathered):
+        output, of_weights, of_samples = run(place, wide, weights, samples)
+        expected = run(place, batch, weights, samples[7:23])
+    torch.testing.assert_close((output, of_weights, of_samples[7:23]), tuple(expected))
+    assert not of_samples[:7].any()
+    assert not of_samples[23:].any()
 
 
 @ON_TRITON
@@ -669,11 +713,10 @@ def test_chunks_of_a_feature(place: Place, rows: int, monkeypatch: pytest.Monkey
 @ON_TRITON
 @pytest.mark.parametrize(("tables", "rows", "most_rows", "lookups", "expected"), [
     # All, from the larger of two numbers of lookups on.
-    (1000, 2_000_000, 4096, 140_000, 65_536), (1000, 2_000_000, 4096, 139_999, 0),
+    (1000, 2_000_000, 4096, 1_000_000, 65_536), (1000, 2_000_000, 4096, 999_999, 0),
     (128, 128_000, 1000, 131_072, 65_536), (128, 128_000, 1000, 131_071, 0), (127, 128_000, 1000, 10_000_000, 0),
-    # Some, where one is too large, but not of few lookups.
-    (1000, 3_000_000, 65_536, 2_000_000, 65_536), (1000, 3_000_000, 65_537, 2_000_000, 0),
-    (1000, 3_000_000, 65_537, 8_388_608, 16_384), (1000, 3_000_000, 65_537, 8_388_607, 0),
+    # None, where one has too many rows.
+    (1000, 3_000_000, 65_536, 2_000_000, 65_536), (1000, 3_000_000, 65_537, 20_000_000, 0),
     (26, 54_000_000, 10_000_000, 27_000_000, 0),
 ])  # fmt: skip
 def test_which_tables_are_counted(place: Place, tables: int, rows: int, most_rows: int, lookups: int, expected: int) -> None:
@@ -684,7 +727,7 @@ def test_which_tables_are_counted(place: Place, tables: int, rows: int, most_row
 
 @ON_TRITON
 @pytest.mark.parametrize(("samples", "lookups", "features", "expected"), [
-    (512, 2_400_000, 1200, 8), (512, 10_400_000, 1000, 13), (2560, 52_000_000, 1000, 24),
+    (512, 2_097_151, 1200, 8), (512, 2_097_152, 1200, 12), (512, 10_400_000, 1000, 13), (2560, 52_000_000, 1000, 24),
     (8191, 1_750_000, 26, 8), (8192, 1_750_000, 26, 12), (8192, 30_000_000, 26, 24),
 ])  # fmt: skip
 def test_how_long_units_are(place: Place, samples: int, lookups: int, features: int, expected: int) -> None:

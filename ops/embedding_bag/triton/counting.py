@@ -43,7 +43,7 @@ LONG = tl.constexpr(256)
 # Of a slice of such a row: the row, its table, and the row's first slice.
 LONG_ROW, LONG_TABLE, FIRST_SLOT, LONG_FIELDS = map(tl.constexpr, range(4))
 # Features that the kernel of the chunks takes at once, and rows that those of the orders and of the bounds do.
-BLOCK_FEATURES, ORDERED_ROWS, BLOCK_ROWS = 1024, 1024, 512
+BLOCK_FEATURES, ORDERED_ROWS, BLOCK_ROWS = 2048, 1024, 512
 # Lookups that a program of the last pass takes, of one chunk, whose length they divide: all of it, but of long ones. And how many
 # at once.
 BLOCK_PLACES, PLACES_TOGETHER = tl.constexpr(1 << CHUNK_BITS.value), tl.constexpr(1024)

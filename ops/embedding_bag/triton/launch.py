@@ -23,7 +23,7 @@ from jagged.ops.embedding_bag.triton.sums import bags_of_batch
 # longest bag takes no more steps than there are bags, or twice as many: 32 lookups are one, or 16 of rows that begin anywhere.
 SMALL_BAGS, SMALL_MEAN = 330_000, 32
 # Of no more samples either: of few features the map's better balance pays sooner.
-SMALL_SAMPLES = 512
+SMALL_SAMPLES = 400
 # Programs of a small batch for each multiprocessor: a few times as many as it holds, so that they end together; and most bags of
 # each, for larger batches have more programs.
 SMALL_PROGRAMS, SMALL_UNIT = 128, 8
@@ -31,11 +31,11 @@ SMALL_PROGRAMS, SMALL_UNIT = 128, 8
 # elements, and of others. Left alone the assembler takes up to 255 for all branches together, of which none alone needs more than
 # these; with fewer each saves some for its caller, once a unit, and 25 and 16 warps of a multiprocessor run.
 PLAIN_REGISTERS, REGISTERS = 80, 128
-# Turns of a unit of bags that are taken one after the other: four, and one for each million lookups, from 8 to 24; 12 where
-# features have many bags. Fewer, and programs of small batches end together; more, and those of large ones look less often for
-# their next unit.
+# Turns of a unit of bags that are taken one after the other: four, and one for each million lookups, from 8 to 24; 12 at least
+# where there are many lookups, or features have many bags. Fewer, and programs of small batches end together; more, and those of
+# large ones look less often for their next unit.
 FEWEST_TURNS, MOST_TURNS = 8, 24
-MANY_BAGS, TURNS_OF_MANY_BAGS = 8192, 12
+MANY_LOOKUPS, MANY_BAGS, TURNS_OF_MANY = 1 << 21, 8192, 12
 # Bags, lookups of each and columns that a program takes at once of the products with lookups' weights.
 SAMPLE_BAGS, SAMPLE_LOOKUPS, SAMPLE_COLUMNS = 4, 4, 32
 
@@ -52,7 +52,8 @@ def is_small(num_bags: int, num_lookups: int, num_samples: int) -> bool:
 
 def turns_of_units(num_bags: int, num_lookups: int, num_features: int) -> int:
     """Return how many turns the units have whose bags are taken one after the other."""
-    fewest = TURNS_OF_MANY_BAGS if num_bags >= MANY_BAGS * num_features else FEWEST_TURNS
+    are_many = num_lookups >= MANY_LOOKUPS or num_bags >= MANY_BAGS * num_features
+    fewest = TURNS_OF_MANY if are_many else FEWEST_TURNS
     return min(max(fewest, 4 + (num_lookups >> 20)), MOST_TURNS)
 
 

@@ -99,7 +99,7 @@ def row_columns(is_aligned):
 
 @triton.jit
 def lanes_of(width, part, ALIGNED: tl.constexpr, WIDE: tl.constexpr):
-    """Return the exponent of how many lanes have a row, and the columns `[32, pieces, together]` that each has of a part of it."""
+    """Return the exponent of how many lanes have a row, and which columns `[32, pieces, together]` of a part each of them has."""
     COLUMNS: tl.constexpr = row_columns(ALIGNED)
     # Columns of a lane that are loaded together, and how many times it does.
     TOGETHER: tl.constexpr = 4 if ALIGNED else 1

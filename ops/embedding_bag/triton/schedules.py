@@ -66,9 +66,8 @@ class Known(NamedTuple):
     used_by_small: int
     num_parts: int
     widest: int
-    # Of the tables up to the last one that is read; and how many tables are.
+    # Of the tables up to the last one that is read.
     num_rows: int
-    num_read: int
     # Of each feature's table, the fewest first; and the sums of the first ones, none of them first.
     rows: tuple[int, ...]
     sums_of_rows: tuple[int, ...]
@@ -88,7 +87,7 @@ def known_of(layout: Tensor) -> Known:
         rows = sorted(layout[:, FEATURE.rows].tolist())
         known = layout.__dict__["known"] = Known(
             schedules_of(set(widths)), of_small, num_parts, max(widths, default=0), num_rows,
-            len(set(layout[:, FEATURE.table].tolist())), tuple(rows), (0, *accumulate(rows)),
+            tuple(rows), (0, *accumulate(rows)),
             all(width % 4 == 0 for width in widths), bool(layout[:, FEATURE.is_mean].any()),
         )  # fmt: skip
     return known

@@ -14,7 +14,15 @@ import triton
 import triton.language as tl
 
 from jagged.ops.embedding_bag.triton.columns import FIELDS, FIRST_ROW, IS_MEAN, ROWS, START, WIDTH
-from jagged.ops.embedding_bag.triton.rows import MOST_WIDE, elements_of, gradients_of, lanes_of, row_columns, weights_of, widening_of
+from jagged.ops.embedding_bag.triton.rows import (
+    MOST_WIDE,
+    elements_of,
+    gradients_of,
+    lanes_of,
+    row_columns,
+    weights_of,
+    widening_of,
+)
 from jagged.ops.embedding_bag.triton.schedules import bags_of, group_of, span_of
 from jagged.ops.embedding_bag.triton.updates import NUM_WIDTHS, apply_sums, by_row, joined_run, schedule_of, state_of_rows
 

@@ -1,8 +1,8 @@
 """Sums of each row's gradients, which are stored or update the row: which kernels bring a batch's lookups together, and how many.
 
 The lookups of each row are brought together, in their order, and summed in that order: tables of few rows by counting
-(`counting.py`, `rows.py`), others by a sort (`sorting.py`). A plan says how few, or `most_counted`. What becomes of a sum is in
-`updates.py`.
+(`counting.py`, `rows.py`), others by a sort (`sorting.py`; small batches are sorted by `merging.py`). A plan says how few, or
+`most_counted`. What becomes of a sum is in `updates.py`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from jagged.ops._shared.backends import INTERPRETED
 from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import gpu
-from jagged.ops._shared.sizes import cdiv
-from jagged.ops.embedding_bag.fields import BATCH, FEATURE, TABLE
+from jagged.ops._shared.sizes import cdiv, next_power_of_2
+from jagged.ops.embedding_bag.fields import BATCH, FEATURE
 from jagged.ops.embedding_bag.layout import MOST_COUNTED
 from jagged.ops.embedding_bag.optimizers import MOMENTS, SQUARES, STATES
 from jagged.ops.embedding_bag.plans import PROGRAMS
@@ -32,18 +32,14 @@ from jagged.ops.embedding_bag.spec import (
     WeightsInputs,
     WeightsOptions,
 )
-from jagged.ops.embedding_bag.triton import counting, sorting
+from jagged.ops.embedding_bag.triton import counting, merging, sorting
 from jagged.ops.embedding_bag.triton.rows import embedding_bags_counted_rows_kernel, embedding_bags_long_rows_kernel, row_columns
 from jagged.ops.embedding_bag.triton.schedules import MOST_COLUMNS, known_of
 from jagged.ops.embedding_bag.triton.updates import NUM_WIDTHS, takes_whole_rows
 
-# Tables, and lookups of all, below which nothing is counted.
-FEWEST_TABLES, FEWEST_LOOKUPS = 128, 1 << 17
-# Counting saves of a sort's time as much as so many lookups cost, and takes for each row, whether it is read or not, as much as
-# this share of a lookup (docs/internals/embedding_bag.md, "Which tables are counted").
-LOOKUPS_SAVED, LOOKUPS_OF_ROW = 420_000, 0.28
-# From so many lookups on it pays to count some tables and sort the others: those of no more rows than a program has room for.
-MANY_LOOKUPS, MOST_OF_SOME = 1 << 23, 16_384
+# Tables, and lookups of all, below which nothing is counted, and for each row, whether it is read or not
+# (docs/internals/embedding_bag.md, "Which tables are counted").
+FEWEST_TABLES, FEWEST_LOOKUPS, LOOKUPS_OF_ROW = 128, 1 << 17, 0.5
 # Programs that sum long rows, for each multiprocessor.
 LONG_PROGRAMS = 16
 
@@ -54,6 +50,8 @@ _launch_sources = Launcher(counting.embedding_bags_sources_kernel)
 _launch_counted_rows = Launcher(embedding_bags_counted_rows_kernel)
 _launch_long_rows = Launcher(embedding_bags_long_rows_kernel)
 _launch_lookups = Launcher(sorting.embedding_bags_lookups_kernel)
+_launch_chunk_sort = Launcher(merging.embedding_bags_chunk_sort_kernel)
+_launch_merge = Launcher(merging.embedding_bags_merge_kernel)
 _launch_rows = Launcher(sorting.embedding_bags_rows_kernel)
 _launch_join = Launcher(sorting.embedding_bags_join_kernel)
 
@@ -68,7 +66,7 @@ def bags_of_batch(x: WeightsInputs | SamplesInputs | UpdateInputs) -> tuple[Tens
 
 
 def most_counted(num_tables: int, num_lookups: int, num_rows: int, most_rows: int) -> int:
-    """Return the most rows of tables whose lookups are counted where no plan says it: of all tables, of none, or of some.
+    """Return the most rows of tables whose lookups are counted where no plan says it: of all tables, or of none.
 
     Counting goes through a table's lookups in order, so it takes many tables to be done at once, and through all of its rows. A
     sort is of all lookups, whichever it is for: to count some of the tables beside it saves little.
@@ -79,11 +77,9 @@ def most_counted(num_tables: int, num_lookups: int, num_rows: int, most_rows: in
         num_rows: of all of them.
         most_rows: of the largest one.
     """
-    if num_tables < FEWEST_TABLES:
+    if num_tables < FEWEST_TABLES or most_rows > MOST_COUNTED:
         return 0
-    if most_rows > MOST_COUNTED:
-        return MOST_OF_SOME if num_lookups >= MANY_LOOKUPS else 0
-    return MOST_COUNTED if num_lookups >= max(FEWEST_LOOKUPS, LOOKUPS_OF_ROW * num_rows - LOOKUPS_SAVED) else 0
+    return MOST_COUNTED if num_lookups >= max(FEWEST_LOOKUPS, LOOKUPS_OF_ROW * num_rows) else 0
 
 
 class _Rows(NamedTuple):
@@ -136,7 +132,8 @@ class _Sums:
         num_features = self.layout.shape[0]
         self.num_tables = x.layout.shape[0] - 2 * num_features - 1 - self.known.num_parts
         if counted_rows is None:
-            counted_rows = most_counted(self.num_tables, self.num_lookups, self.known.num_rows, max(self.known.rows, default=0))
+            most_rows = self.known.rows[-1] if self.known.rows else 0
+            counted_rows = most_counted(self.num_tables, self.num_lookups, self.known.num_rows, most_rows)
         self.most = min(counted_rows, MOST_COUNTED)
         self.tables = x.layout[num_features : num_features + self.num_tables + 1]
         self.programs = PROGRAMS * gpu(self.device).multiprocessors
@@ -188,7 +185,7 @@ class _Sums:
         _launch_chunks(
             (1,),
             *of_features, *begins, counters, num_lookups, num_features, self.num_bags, self.programs, most,
-            BLOCK=counting.BLOCK_FEATURES, num_warps=16,
+            BLOCK=min(counting.BLOCK_FEATURES, next_power_of_2(num_features)), num_warps=16,
         )  # fmt: skip
         # Full chunks and the last ones of features; chunks that are longer have more counts, but no more for each lookup.
         full_chunks = num_lookups >> counting.CHUNK_BITS.value
@@ -249,16 +246,27 @@ class _Sums:
             *self.of_lookups, self.feature_of_bag, keys, sources, factors, *self.sizes, no_row, most, BAGS=sorting.BLOCK_BAGS,
             LOOKUPS=sorting.BLOCK_LOOKUPS, SINGLES=is_single, num_warps=4,
         )  # fmt: skip
-        if self.order is None:
-            keys, places = keys.sort(stable=True)
-            return Order(keys, sources[places], None if factors is None else factors[places])
+        order = self.order
+        if order is None:
+            order = Order(
+                torch.empty_like(keys), torch.empty_like(sources), None if factors is None else torch.empty_like(factors)
+            )
+        if merging.is_merged(num_lookups, self.num_tables):
+            chunks = cdiv(num_lookups, merging.CHUNK)
+            pairs = self._empty(chunks * merging.CHUNK, dtype=wide)
+            _launch_chunk_sort((chunks,), keys, pairs, num_lookups, CHUNK=merging.CHUNK, num_warps=merging.WARPS)
+            _launch_merge(
+                (cdiv(num_lookups, merging.RANKED),),
+                pairs, sources, factors, *order, num_lookups, CHUNK=merging.CHUNK, RANKED=merging.RANKED,
+                num_warps=merging.WARPS,
+            )  # fmt: skip
+            return order
         places = self._empty(num_lookups, dtype=wide)
-        torch.sort(keys, stable=True, out=(self.order.keys, places))
-        torch.index_select(sources, 0, places, out=self.order.sources)
+        torch.sort(keys, stable=True, out=(order.keys, places))
+        torch.index_select(sources, 0, places, out=order.sources)
         if factors is not None:
-            assert self.order.factors is not None
-            torch.index_select(factors, 0, places, out=self.order.factors)
-        return self.order
+            torch.index_select(factors, 0, places, out=order.factors)
+        return order
 
     def _sort(self, most: int) -> None:
         """Sum the rows of tables of more than `most` rows, whose lookups are sorted."""
