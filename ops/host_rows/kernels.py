@@ -9,8 +9,9 @@ from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.sizes import cdiv, next_power_of_2
 from jagged.ops.host_rows.spec import Claiming, Claims, Inputs, Nothing, Options, Seating, Seats
 
-# Bytes of one program's tile of each direction, 64 a thread: four accesses of 16 bytes under way hide the link's latency.
-TILE_BYTES = 8192
+# Bytes of one program's tile of each direction, 16 a thread. Rows come in the order of their addresses, and so do programs: the
+# fewer a program has, the nearer to one another in the host's memory are those under way, and the fewer pages a GPU looks up.
+TILE_BYTES = 2048
 MOST_ROWS, MOST_COLUMNS = 256, 1024
 # Lookups of one program, and slots.
 LOOKUPS, SLOTS = 512, 256
