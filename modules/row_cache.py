@@ -166,8 +166,10 @@ class RowCache:
     misses takes the slot of the ring that was given away longest ago. A row is written back when its slot is given away, in the
     pass that reads the next one, and only where it may have been changed.
 
-    On a GPU rows come and go on a stream of their own, which waits for what used a slot before its row leaves, and for nothing
-    else that other streams do. So the rows of a batch can come while the device still works on the one before.
+    On a GPU there are two streams beside those of steps. On one it is decided which rows a batch misses and which slots they get;
+    on the other rows come and go, after what used their slots before, and after nothing else that steps do. So the rows of a
+    batch can come while the device still works on the one before, and the host knows what a batch misses while rows are on
+    their way.
 
     Args:
         layout: the tables.
@@ -197,7 +199,11 @@ class RowCache:
         self._copied = self._pairs()
         self.counts = torch.zeros(self.rows, dtype=torch.int32, device=self.device)
         self._counted = 0
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._map_stream: torch.cuda.Stream | None = None
+        self._row_stream: torch.cuda.Stream | None = None
+        if self.device.type == "cuda":
+            # The host waits for what is decided.
+            self._map_stream, self._row_stream = torch.cuda.Stream(self.device, priority=-1), torch.cuda.Stream(self.device)
         # By its number, when a lookup has read its rows, until the slots are waited for; and when the last update was made.
         self._read_at: dict[int, torch.cuda.Event] = {}
         self._updated_at: torch.cuda.Event | None = None
@@ -218,11 +224,12 @@ class RowCache:
         self._cursors: list[int] = []
         self._free: list[_Free] = []
         self.forget()
-        if self._stream is not None:
-            own = [self.weights, *(getattr(self.optimizer, name) for name in self.optimizer.states_of), self.counts]
-            for tensor in (*own, self._slot_of_row, self._row_of_slot, self._used, self._is_dirty, *self._tables):
-                # Whoever lets them go, rows may still be on their way.
-                tensor.record_stream(self._stream)
+        if self._map_stream is not None and self._row_stream is not None:
+            # Whoever lets them go, they may still be read, and rows on their way.
+            for tensor in (self.counts, self._slot_of_row, self._row_of_slot, self._used, self._is_dirty, *self._tables):
+                tensor.record_stream(self._map_stream)
+            for tensor in (self.weights, *(getattr(self.optimizer, name) for name in self.optimizer.states_of)):
+                tensor.record_stream(self._row_stream)
 
     def _pairs(self) -> list[list[tuple[Tensor, Tensor, bool]]]:
         """For each pool what is copied: slots `[S, W]`, the host's lines, and whether rows are found by element, or by number."""
@@ -246,22 +253,38 @@ class RowCache:
         return torch.tensor(of, dtype=torch.int64, device=self.device).T.contiguous()
 
     @contextmanager
-    def _staging(self) -> Iterator[None]:
-        """Work on the stream of rows that come and go, after what the current stream has to do."""
-        if self._stream is None:
+    def _deciding(self) -> Iterator[None]:
+        """Work on the stream that says which rows are where, after what the current stream has to do."""
+        if self._map_stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        self._map_stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._map_stream):
+            yield
+
+    @contextmanager
+    def _moving(self, *read: Tensor) -> Iterator[None]:
+        """Work on the stream of rows that come and go, after what was decided; it reads some tensors of the other stream."""
+        if self._map_stream is None or self._row_stream is None:
+            yield
+            return
+        self._row_stream.wait_stream(self._map_stream)
+        for tensor in read:
+            tensor.record_stream(self._row_stream)
+        with torch.cuda.stream(self._row_stream):
             yield
 
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
-        """The same, and what the current stream has to do next comes after it."""
-        with self._staging():
+        """Decide after all rows have come and gone, and let the current stream wait for it."""
+        if self._map_stream is not None and self._row_stream is not None:
+            self._map_stream.wait_stream(self._row_stream)
+        with self._deciding():
             yield
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        with self._moving():
+            pass
+        if self._row_stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._row_stream)
 
     def forget(self) -> None:
         """Let every slot be empty, without writing anything back; counts stay."""
@@ -306,7 +329,8 @@ class RowCache:
     ) -> tuple[Tensor, Lease]:
         """Bring the rows of a batch's lookups to the device and return each lookup's slot, `[S]` int32; -1 for an unknown id.
 
-        Waits once for the number of rows that are missed, which the device finds as soon as the current stream has the ids.
+        Waits once for the number of rows that are missed, which the device finds as soon as the current stream has the ids,
+        whatever rows are on their way.
 
         Args:
             layout, ids, offsets, batch_sizes: as `embedding_bags` takes them.
@@ -320,12 +344,14 @@ class RowCache:
         """
         self._number += 1
         lease = Lease(self._number)
-        with self._staging():
+        with self._deciding():
             slots = self._staged(layout, ids, offsets, batch_sizes, changes=changes) if ids.shape[0] else ids.to(torch.int32)
-            if self._stream is not None:
-                for tensor in (ids, offsets):
-                    tensor.record_stream(self._stream)
-                lease.staged = self._stream.record_event()
+        if self._map_stream is not None and self._row_stream is not None:
+            for tensor in (ids, offsets):
+                tensor.record_stream(self._map_stream)
+            # Also of rows that came for others, and of the slots themselves.
+            self._row_stream.wait_stream(self._map_stream)
+            lease.staged = self._row_stream.record_event()
         self._leases.add(lease)
         return slots, lease
 
@@ -338,7 +364,7 @@ class RowCache:
 
     def used(self, lease: Lease) -> None:
         """Say that the current stream has been told all that reads the rows of a lookup, but for its backward pass."""
-        if self._stream is not None:
+        if self._row_stream is not None:
             self._read_at[lease.number] = torch.cuda.current_stream(self.device).record_event()
 
     def is_move_due(self) -> bool:
@@ -436,23 +462,24 @@ class RowCache:
             *free, coming, self._tables[number], *maps, self._written[number],
             number=self._number, changes=changes, width=pool.width, line=pool.line,
         )  # fmt: skip
-        for cached, host, is_by_element in self._copied[number]:
-            if is_by_element:
-                exchange_rows(cached, host, seated.slots, seated.leaving_lines, seated.coming_lines)
-            else:
-                exchange_rows(cached, host, seated.slots, seated.leaving_rows, seated.coming_rows)
+        with self._moving(*seated):
+            for cached, host, is_by_element in self._copied[number]:
+                if is_by_element:
+                    exchange_rows(cached, host, seated.slots, seated.leaving_lines, seated.coming_lines)
+                else:
+                    exchange_rows(cached, host, seated.slots, seated.leaving_rows, seated.coming_rows)
         self._exchanges += 1
         self._read[number] += coming.shape[0]
 
     def _wait_for_users(self) -> None:
         """Let rows leave when the lookups that need not keep them have read them, and updates are made."""
-        if self._stream is None:
+        if self._row_stream is None:
             return
         oldest = self._oldest()
         for number in [number for number in self._read_at if number < oldest]:
-            self._stream.wait_event(self._read_at.pop(number))
+            self._row_stream.wait_event(self._read_at.pop(number))
         if self._updated_at is not None:
-            self._stream.wait_event(self._updated_at)
+            self._row_stream.wait_event(self._updated_at)
 
     def move(self) -> None:
         """Make the most frequent rows the ones that stay, all slots but those of the ring; between steps."""
@@ -499,8 +526,10 @@ class RowCache:
             of_rows = torch.searchsorted(firsts, rows, right=True) - 1
             within, stays = rows - firsts[of_rows], torch.full_like(rows, -1)
             lines = starts[of_rows] // pool.line + within * (pool.width // pool.line)
-            for cached, host, is_by_element in self._copied[number]:
-                exchange_rows(cached, host, slots, lines if is_by_element else first_rows[of_rows] + within, stays)
+            numbers = first_rows[of_rows] + within
+            with self._moving(slots, lines, numbers, stays):
+                for cached, host, is_by_element in self._copied[number]:
+                    exchange_rows(cached, host, slots, lines if is_by_element else numbers, stays)
             self._written[number] += slots.shape[0]
         is_held = any(lease.released_at is None for lease in (*self._leases, *self._reached))
         # What an update is yet to change is to be written again.
@@ -526,13 +555,13 @@ class RowCache:
         for lease in self._reached:
             lease.released_at = self._exchanges
         self._reached = []
-        if self._stream is not None:
+        if self._row_stream is not None:
             self._updated_at = torch.cuda.current_stream(self.device).record_event()
 
     def statistics(self) -> CacheStatistics:
         """What happened since `reset_statistics`; waits for the device."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        if self._map_stream is not None:
+            self._map_stream.synchronize()
         costs = dict(zip(self.layout.widths, bytes_by_row(self.layout, self.weights.element_size(), self.optimizer), strict=True))
         written = [int(of) for of in self._written]
         read_bytes, written_bytes = (

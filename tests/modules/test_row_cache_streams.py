@@ -64,16 +64,21 @@ class Streams:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.host = Clock()
-        self.main, self.copies, self.rows = (Stream(name, self.host) for name in ("main", "copies", "rows"))
+        self.main, self.copies, self.maps, self.rows = (Stream(name, self.host) for name in ("main", "copies", "maps", "rows"))
         self.current = self.main
         self.done: list[tuple[str, str, Clock, set[int], bool]] = []
-        # How many exchanges do not come after all that the stream of steps was given.
-        self.beside = 0
+        # How many exchanges do not come after all that the stream of steps was given, and how often the host knew what a batch
+        # misses before all rows of earlier ones had come.
+        self.beside, self.ahead = 0, 0
         self.slots: dict[Lease, Tensor] = {}
+        # When slots were given away, and exchanges that may come before.
+        self.seats: list[tuple[str, Clock, Tensor]] = []
+        self.early: list[tuple[str, str, set[int]]] = []
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         patch.setattr(torch.cuda, "stream", self.on)
         patch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
-        use, release, missed, exchange = RowCache.use, RowCache.release, RowCache._missed, row_cache.exchange_rows
+        use, release, missed = RowCache.use, RowCache.release, RowCache._missed
+        seat, exchange = row_cache.seat_rows, row_cache.exchange_rows
 
         def read(cache: RowCache, slots: Tensor, lease: Lease) -> None:
             use(cache, slots, lease)
@@ -88,17 +93,29 @@ class Streams:
         def waited(cache: RowCache, *given: Any) -> Any:
             found = missed(cache, *given)
             # For the number of rows that are missed.
-            self.rows.synchronize()
+            self.current.synchronize()
+            self.ahead += self.host["rows"] < self.rows.clock["rows"]
+            return found
+
+        def seated(*given: Any, **named: Any) -> Any:
+            found = seat(*given, **named)
+            self.seats.append((self.current.name, self.current.begin(), found.slots))
             return found
 
         def exchanged(cached: Tensor, host: Tensor, slots: Tensor, *given: Any) -> None:
             exchange(cached, host, slots, *given)
             self.note("exchange", slots, changes=True)
+            self.early += [
+                ("seat", "exchange", set(slots.tolist()))
+                for stream, clock, of in self.seats
+                if of is slots and self.current.clock[stream] < clock[stream]
+            ]
             self.beside += self.rows.clock["main"] < self.main.clock["main"]
 
         patch.setattr(RowCache, "use", read)
         patch.setattr(RowCache, "release", update)
         patch.setattr(RowCache, "_missed", waited)
+        patch.setattr(row_cache, "seat_rows", seated)
         patch.setattr(row_cache, "exchange_rows", exchanged)
 
     @contextlib.contextmanager
@@ -112,7 +129,7 @@ class Streams:
 
     def races(self) -> list[tuple[str, str, set[int]]]:
         """Pairs of operations, the one that was asked for first and the other, and the slots."""
-        found = []
+        found = [*self.early]
         for place, (late, _, clock, slots, changes) in enumerate(self.done):
             for early, stream, earlier, others, changed in self.done[:place]:
                 # The host asks for an operation after those that it must come after.
@@ -127,7 +144,7 @@ def tables_and_streams(patch: pytest.MonkeyPatch, share: float = 0.5, interval: 
     # One storage of one width, so that a slot's number says which it is.
     whole, cached = pair(lambda: sequences()[:1], "adagrad", share, interval)
     (storage,) = cached._cached
-    storage.cache._stream = streams.rows
+    storage.cache._map_stream, storage.cache._row_stream = streams.maps, streams.rows
     return whole, cached, streams
 
 
@@ -189,9 +206,15 @@ def test_a_row_that_comes_too_late_is_seen(place: Place, monkeypatch: pytest.Mon
     assert ("exchange", "lookup") in {(early, late) for early, late, _ in train_ahead(monkeypatch).races()}
 
 
+def test_an_exchange_before_its_slots_are_known_is_seen(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RowCache, "_moving", lambda cache, *read: torch.cuda.stream(cache._row_stream))
+    assert ("seat", "exchange") in {(early, late) for early, late, _ in train_ahead(monkeypatch).races()}
+
+
 def test_rows_come_beside_a_step(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exchange waits for no update of the batch before, whose rows stay."""
+    """An exchange waits for no update of the batch before, whose rows stay, and the host for no rows that are on their way."""
     streams = train_ahead(monkeypatch)
     assert not streams.races()
     assert [what for what, *_ in streams.done].count("update") == 39
     assert streams.beside > 20
+    assert streams.ahead > 20

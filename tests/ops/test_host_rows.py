@@ -53,11 +53,13 @@ def test_rows_go_both_ways(
 
 
 def test_more_rows_than_a_program_takes(place: Place) -> None:
-    cached, table = numbers((700, 1), torch.float32, 0), numbers((1400, 1), torch.float32, 1)
-    ours, host, slots = cached.clone().to(place.device), on_host(table.clone()), torch.arange(700, device=place.device)
-    exchange_rows(ours, host, slots, slots + 700, slots, backend=place.backend)
-    torch.testing.assert_close(ours.cpu(), table[:700], rtol=0, atol=0)
-    torch.testing.assert_close(host[700:], cached, rtol=0, atol=0)
+    # And, with as many programs as there are at most, more than one tile of each.
+    count = 100_000 if place.name == "gpu" else 700
+    cached, table = numbers((count, 1), torch.float32, 0), numbers((2 * count, 1), torch.float32, 1)
+    ours, host, slots = cached.clone().to(place.device), on_host(table.clone()), torch.arange(count, device=place.device)
+    exchange_rows(ours, host, slots, slots + count, slots, backend=place.backend)
+    torch.testing.assert_close(ours.cpu(), table[:count], rtol=0, atol=0)
+    torch.testing.assert_close(host[count:], cached, rtol=0, atol=0)
 
 
 def test_rows_may_begin_at_any_line(place: Place) -> None:

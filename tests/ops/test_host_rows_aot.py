@@ -24,7 +24,7 @@ def compiled(dtype: str, width: int, arch: int | str) -> Any:
     types = {"cached": f"*{dtype}", "table": f"*{dtype}", "slots": "*i32", "leaving": "*i32", "coming": "*i32"}
     types |= dict.fromkeys(("num_exchanges", "num_slots", "num_lines"), "i32")
     constants = {"WIDTH": width, "LINE": math.gcd(width, 16), "ROWS": rows, "COLUMNS": columns}
-    return compile_kernel(exchange_rows_kernel, types, constants, arch=arch)
+    return compile_kernel(exchange_rows_kernel, types, constants, arch=arch, num_warps=1)
 
 
 @pytest.mark.parametrize("arch", TARGETS)
