@@ -451,7 +451,7 @@ class RowCache:
         """A pool's ring from the cursor on."""
         number = self.pools.index(pool)
         ring = self._rings[number].roll(-self._cursors[number])
-        is_free = self._used[ring + pool.first_slot] < self._oldest()
+        is_free = self._used[pool.of_slots][ring] < self._oldest()
         return _Free(ring, is_free, is_free.cumsum(0, dtype=torch.int32))
 
     def _swap(self, pool: _Pool, free: _Free, coming: Tensor, *, changes: bool) -> None:

@@ -90,7 +90,10 @@ class SequenceCollection(EmbeddingCollectionInterface):  # type: ignore[misc]
 
     def _with_rows(self, ids: JaggedTensor, rows: Tensor) -> JaggedTensor:
         return JaggedTensor(
-            rows, weights=ids.values() if self._need_indices else None, lengths=ids.lengths(), offsets=ids.offsets_or_none()
+            rows,
+            weights=ids.values() if self._need_indices else None,
+            lengths=ids.lengths_or_none(),
+            offsets=ids.offsets_or_none(),
         )
 
     def need_indices(self) -> bool:
@@ -118,9 +121,13 @@ class SequenceCollection(EmbeddingCollectionInterface):  # type: ignore[misc]
 
 
 def _lists_of(features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-    """The ids of each key, of a batch without samples too; of a single key without waiting for the device."""
-    keys, values, lengths = features.keys(), features.values(), features.lengths()
+    """The ids of each key, of a batch without samples too; of a single key without waiting for the device.
+
+    That key's lengths are those of the batch, if it has any: else who asks for them makes them of the offsets.
+    """
+    keys, values = features.keys(), features.values()
     if len(keys) == 1:
-        return {keys[0]: JaggedTensor(values, lengths=lengths, offsets=features.offsets())}
+        return {keys[0]: JaggedTensor(values, lengths=features.lengths_or_none(), offsets=features.offsets())}
+    lengths = features.lengths()
     of_keys = zip(keys, values.split(lengths_per_key(features)), lengths.split(features.stride_per_key()), strict=True)
     return {key: JaggedTensor(ids, lengths=of) for key, ids, of in of_keys}

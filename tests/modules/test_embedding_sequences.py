@@ -128,6 +128,19 @@ def test_the_gradient_of_a_single_key_is_not_copied(place: Place, optimizer: Any
     assert came == [grad.data_ptr()]
 
 
+def test_lengths_of_a_single_key_are_made_when_they_are_asked_for(place: Place) -> None:
+    ours, twin = pair([table("x", 7, "a")])
+    values, offsets = torch.tensor([1, 6, 2], device=place.device), torch.tensor([0, 2, 2, 3], device=place.device)
+    of_offsets, of_lengths = ({"offsets": offsets}, {"lengths": offsets.diff()})
+    for of_batch, is_known in ((of_offsets, False), (of_lengths, True)):
+        found, expected = (of(KeyedJaggedTensor(["a"], values, **of_batch))["a"] for of in (ours, twin))
+        assert (found.lengths_or_none() is not None) is is_known
+        assert torch.equal(found.lengths(), expected.lengths())
+        assert torch.equal(found.offsets(), expected.offsets())
+        for ours_padded, padded in zip(found.to_dense(), expected.to_dense(), strict=True):
+            assert torch.equal(ours_padded, padded)
+
+
 def test_keys_of_known_lengths_do_not_wait_for_the_device(place: Place) -> None:
     """Nor where there are other lengths in each step."""
     ours, twin = pair([table("x", 7, "a", "b"), table("y", 5, "c")])
