@@ -15,7 +15,11 @@ Times are of the wall clock, the host's part included, for so many steps in a ro
 * `link_us`: what the bytes of the rows that were read and written back, with their states, take at the measured speeds of copies
   between pinned memory and the GPU, one direction after the other. Where both go at once a step may be faster than that.
 * `of_link`: the share of the step's time that this is; `of_link_and_whole`: that this and a step on the GPU's own table are.
+* `host_us`: what the host takes of it until all has been asked for, and of that a part is the wait for what a batch misses.
 * `hits`: the share of the ids whose rows were on the GPU; `best`: that of as many most frequent rows as there are slots.
+
+`exchange` is `exchange_rows` by itself: rows in the order of their addresses, slots in none, one way and both, in microseconds by
+the wall clock; its `link_us` is what the link takes for one way.
 
 It is checked on a smaller table first: weights after ten steps against those of a table that is on the device as a whole.
 """
@@ -24,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -37,12 +42,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from benchmarks.common import environment, other_parts, save
 from benchmarks.embedding_cases import EXPONENT, zipf_ranks
 from jagged.modules import ScheduledEmbeddingCollection
-from jagged.ops import BagOptimizerKind
+from jagged.ops import BagOptimizerKind, exchange_rows
 
 ROWS, WIDTH, MEAN, SHARE = 10_000_000, 128, 200, 4
 SAMPLES = (1024, 4096)
 RATE, EPS = 0.01, 1e-8
 KINDS: tuple[BagOptimizerKind, ...] = ("sgd", "rowwise_adagrad")
+# Rows that are exchanged by themselves, at most.
+EXCHANGED = 75_000
 METHODS = ("jagged", "prefetched", "whole", "fbgemm", "fbgemm_prefetched")
 
 
@@ -75,6 +82,23 @@ def link_speeds(device: str) -> dict[str, float]:
         of_copies = [seconds(lambda to=to, source=source: to.copy_(source, non_blocking=True), device) for _ in range(4)]
         found[name] = size / min(of_copies[1:]) / 1e9
     return found
+
+
+def exchange_alone(rows: int, device: str) -> dict[str, float]:
+    """Microseconds of an exchange of rows by itself, the median of five, each of other rows."""
+    is_cuda = device == "cuda"
+    host, cached = torch.zeros(rows, WIDTH, pin_memory=is_cuda), torch.zeros(rows // SHARE, WIDTH, device=device)
+    count = min(EXCHANGED, rows // SHARE)
+    none = torch.full((count,), -1, device=device)
+    found: dict[str, list[float]] = {"in": [], "out": [], "both": []}
+    for seed in range(6):
+        generator = torch.Generator(device).manual_seed(seed)
+        slots = torch.randperm(rows // SHARE, generator=generator, device=device)[:count]
+        drawn = torch.randperm(rows, generator=generator, device=device)[: 2 * count].view(2, count).sort().values
+        for way, times in found.items():
+            leaving, coming = drawn[0] if way != "in" else none, drawn[1] if way != "out" else none
+            times.append(seconds(functools.partial(exchange_rows, cached, host, slots, leaving, coming), device) * 1e6)
+    return {way: statistics.median(times[1:]) for way, times in found.items()} | {"rows": count}
 
 
 def seconds(work: Callable[[], Any], device: str) -> float:
@@ -185,15 +209,22 @@ def timed(tables: Tables, options: argparse.Namespace, samples: int, warm: Calla
     for seed in range(options.warm):
         steps_of(tables, [batch_of(samples, rows, seed, device)], grad)
     warm()
-    of_rounds, ids, ranks = [], 0, []
+    of_rounds, of_host, ids, ranks = [], [], 0, []
     for number in range(3):
         first = 10**6 + number * options.steps
         batches = [batch_of(samples, rows, first + seed, device) for seed in range(options.steps)]
         ids += sum(batch.ids.shape[0] for batch in batches)
         ranks += [batch.ranks for batch in batches]
-        of_rounds.append(seconds(lambda batches=batches: steps_of(tables, batches, grad), device) / options.steps * 1e6)
+
+        def steps(batches: list[Batch] = batches) -> None:
+            begin = time.perf_counter()
+            steps_of(tables, batches, grad)
+            of_host.append((time.perf_counter() - begin) / options.steps * 1e6)
+
+        of_rounds.append(seconds(steps, device) / options.steps * 1e6)
     of_rounds.sort()
-    return {"median": of_rounds[1], "min": of_rounds[0], "max": of_rounds[2], "ids": ids, "ranks": torch.cat(ranks)}
+    times = {"median": of_rounds[1], "min": of_rounds[0], "max": of_rounds[2], "host_us": statistics.median(of_host)}
+    return {**times, "ids": ids, "ranks": torch.cat(ranks)}
 
 
 def measure(
@@ -245,7 +276,9 @@ def main() -> None:
         methods = [method for method in methods if not method.startswith("fbgemm")]
     facts = environment(options.device)
     link = link_speeds(options.device)
-    print(facts, {name: round(speed, 1) for name, speed in link.items()}, flush=True)
+    exchange = exchange_alone(options.rows, options.device)
+    exchange["link_us"] = exchange["rows"] * WIDTH * 4 / link["to_device"] / 1e3
+    print(facts, {name: round(number, 1) for name, number in (link | exchange).items()}, flush=True)
     parts = {} if options.device == "cpu" else other_parts("cached_tables", facts)
     rows, failed = parts.get("rows", {}), []
     for kind in KINDS:
@@ -270,7 +303,7 @@ def main() -> None:
                 shown = {key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}
                 print(name, method, shown, flush=True)
             if options.device == "cuda":
-                save("cached_tables", {"environment": facts, "link_gb_per_s": link, "rows": rows})
+                save("cached_tables", {"environment": facts, "link_gb_per_s": link, "exchange": exchange, "rows": rows})
     if failed:
         sys.exit(f"jagged failed: {failed}")
 
