@@ -141,6 +141,42 @@ def test_lengths_of_a_single_key_are_made_when_they_are_asked_for(place: Place) 
             assert torch.equal(ours_padded, padded)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_single_key_without_lengths_is_compiled_exported_copied_and_pooled(place: Place) -> None:
+    """What is made of its rows behind the lookup: padded, packed with others, moved, pickled, in bfloat16, in checkpoints."""
+    torch._dynamo.reset()
+    ours, _ = pair([table("x", 7, "a")])
+    values, offsets = torch.tensor([1, 6, 2], device=place.device), torch.tensor([0, 2, 2, 3], device=place.device)
+
+    class Summed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = ours
+
+        def forward(self, features: KeyedJaggedTensor) -> Tensor:
+            found = self.rows(features)["a"]
+            return torch.segment_reduce(found.values(), "sum", lengths=found.lengths(), axis=0)
+
+    def batch() -> KeyedJaggedTensor:
+        return KeyedJaggedTensor(["a"], values, offsets=offsets)
+
+    model = Summed()
+    expected = torch.stack([ours.embeddings["x"].weight[ids].sum(0) for ids in values.split([2, 0, 1])])
+    torch.testing.assert_close(model(batch()), expected)
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager")(batch()), expected)
+    torch.testing.assert_close(torch.export.export(model.eval(), (batch(),), strict=False).module()(batch()), expected)
+    torch.testing.assert_close(torch.fx.symbolic_trace(copy.deepcopy(model))(batch()), expected)
+    torch.testing.assert_close(checkpoint(model, batch(), use_reentrant=False), expected)
+    with torch.autocast(place.device.type, torch.bfloat16):
+        torch.testing.assert_close(model(batch()), expected)
+    found = ours(batch())
+    again = pickle.loads(pickle.dumps(JaggedTensor(found["a"].values().detach(), offsets=found["a"].offsets())))
+    assert torch.equal(again.lengths(), offsets.diff())
+    assert found["a"].to(torch.device("meta")).values().is_meta
+    packed = KeyedJaggedTensor.from_jt_dict({"a": JaggedTensor(values, offsets=found["a"].offsets())})
+    assert packed.lengths().tolist() == [2, 0, 1]
+
+
 def test_keys_of_known_lengths_do_not_wait_for_the_device(place: Place) -> None:
     """Nor where there are other lengths in each step."""
     ours, twin = pair([table("x", 7, "a", "b"), table("y", 5, "c")])

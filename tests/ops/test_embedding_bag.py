@@ -658,6 +658,25 @@ def test_small_batches_are_sorted_in_chunks(place: Place, index_dtype: torch.dty
 
 
 @ON_TRITON
+@pytest.mark.parametrize("gathered", ["merged", "sorted"])
+def test_rows_of_tables_are_numbered_in_64_bits(place: Place, gathered: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where tables that are read have 2^31 rows or more together; here a number behind them says so."""
+    from jagged.ops.embedding_bag.triton import sums
+
+    layout = BagLayout((5, 300, 40), (8, 36, 64), (2, 0, 1))
+    batch = batch_of(layout, [[9, 0, 40], [1, 70, 3], [2, 50, 1]])
+    weights, known_of, keys = weights_of(layout, torch.float32), sums.known_of, []
+    with gathering(gathered):
+        expected = run(place, batch, weights)
+        monkeypatch.setattr(sums, "known_of", lambda layout: known_of(layout)._replace(num_rows=2**40))
+        sort = sums._Sums._sorted
+        monkeypatch.setattr(sums._Sums, "_sorted", lambda own, most: keys.append(sort(own, most)) or keys[-1])
+        found = run(place, batch, weights)
+    assert [order.keys.dtype for order in keys] == [torch.int64]
+    assert all(map(torch.equal, found, expected))
+
+
+@ON_TRITON
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("gathered", ["merged", "sorted", "counted"])
 @pytest.mark.parametrize("has_sizes", [False, True])
@@ -1153,7 +1172,8 @@ def test_default_device_moves_nothing(place: Place) -> None:
 @ON_GPU
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("has_sizes", [False, True])
-def test_no_synchronisation_and_graph_capture(place: Place, weighted: bool, has_sizes: bool) -> None:
+@pytest.mark.parametrize("gathered", ["merged", "sorted", "counted"])
+def test_no_synchronisation_and_graph_capture(place: Place, weighted: bool, has_sizes: bool, gathered: str) -> None:
     layout = BagLayout((50, 3000, 40), (8, 33, 64), (0, 1, 2, 0))
     generator = torch.Generator().manual_seed(3)
     bags = 300
@@ -1175,13 +1195,14 @@ def test_no_synchronisation_and_graph_capture(place: Place, weighted: bool, has_
         output = embedding_bags(weights, *batch.arguments, per_sample_weights=scales, **batch.options)
         return [output.detach(), *torch.autograd.grad(output, leaves, output.detach())]
 
-    graph, results = captured(step)
-    for seed, most in ((1, 3), (2, 14), (3, 1), (4, 9)):
-        other = batch_of(layout, lengths(most), seed)
-        batch.indices.copy_(other.indices)
-        batch.offsets.copy_(other.offsets)
-        graph.replay()
-        torch.testing.assert_close(results, step(), rtol=0, atol=0)
+    with gathering(gathered):
+        graph, results = captured(step)
+        for seed, most in ((1, 3), (2, 14), (3, 1), (4, 9)):
+            other = batch_of(layout, lengths(most), seed)
+            batch.indices.copy_(other.indices)
+            batch.offsets.copy_(other.offsets)
+            graph.replay()
+            torch.testing.assert_close(results, step(), rtol=0, atol=0)
 
 
 @ON_GPU
