@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from jagged.ops._shared.backends import resolve_backend
 from jagged.ops._shared.copies import to_device
+from jagged.ops._shared.room import joined
 from jagged.ops.embedding_bag.api import prepared
 from jagged.ops.embedding_bag.fields import BATCH, OfBatch
 from jagged.ops.embedding_bag.layout import BagLayout, as_real_tensors
@@ -306,8 +307,8 @@ class JointUpdate:
 
     def _parts(self, calls: list[_Call | Slices]) -> Iterator[_Call]:
         """Yield what calls hand over, each row in one part alone; a slice of a table is made when it is asked for."""
-        joined = _joined_lookups(calls)
-        lookups, slices = [of for of in joined if isinstance(of, _Call)], [of for of in joined if isinstance(of, Slices)]
+        calls = _joined_lookups(calls)
+        lookups, slices = [of for of in calls if isinstance(of, _Call)], [of for of in calls if isinstance(of, Slices)]
         if not slices:
             yield from lookups
             return
@@ -497,14 +498,14 @@ def _as_one(calls: list[_Call]) -> _Call:
 def _joined(calls: list[_Call], layout: BagLayout) -> WeightsInputs:
     """Return the gradients and the lookups of all calls as those of one, whose features are theirs one after the other."""
     given = [call.lookups for call in calls]
+    grad, begins = joined([x.grad for x in given])
     rows: list[tuple[int, ...]] = []
-    offsets, first_bag, begin, first_id = [], 0, 0, 0
-    for call, x in zip(calls, given, strict=True):
+    offsets, first_bag, first_id = [], 0, 0
+    for call, x, begin in zip(calls, given, begins, strict=True):
         for of in _bags_of(call):
             rows.append(tuple(of._replace(first_bag=of.first_bag + first_bag, output_begin=of.output_begin + begin)))
         offsets.append((x.offsets if call is calls[-1] else x.offsets[:-1]) + first_id)
         first_bag += x.offsets.shape[0] - 1
-        begin += x.grad.numel()
         first_id += x.indices.shape[0]
     samples = None
     if any(x.per_sample_weights is not None for x in given):
@@ -512,8 +513,7 @@ def _joined(calls: list[_Call], layout: BagLayout) -> WeightsInputs:
         samples = torch.cat(
             [one if x.per_sample_weights is None else x.per_sample_weights for x, one in zip(given, ones, strict=True)]
         )
-    # What has several dtypes, `cat` brings to one that holds them.
-    grad, indices = torch.cat([x.grad.flatten() for x in given]), torch.cat([x.indices for x in given])
+    indices = torch.cat([x.indices for x in given])
     host_batches, batches = _on_both(tuple(rows), grad.device)
     of_layout = layout.tensor(grad.device), batches, layout.fields, host_batches
     return WeightsInputs(grad, indices, torch.cat(offsets), samples, *of_layout)

@@ -616,21 +616,53 @@ def test_very_long_bags_are_cut(place: Place, weighted: bool, has_sizes: bool, m
 
 @ON_TRITON
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("size", [8, 16, 64])
+@pytest.mark.parametrize(("size", "group"), [(8, None), (16, None), (64, None), (8, 2), (8, 4)])
 @pytest.mark.parametrize("widths", [(6, 140, 8, 4), (8, 300, 36, 4)])
 def test_rows_of_many_lookups_are_summed_in_parts(
-    place: Place, widths: tuple[int, ...], size: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
+    place: Place, widths: tuple[int, ...], size: int, group: int | None, weighted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that end with a block, go across one end or several, or are all of a table, beside others; wide rows too."""
+    """Rows that end with a block, go across one end or several, or are all of a table, beside others; wide rows too.
+
+    And parts of groups of blocks that are added up first.
+    """
     from jagged.ops.embedding_bag.triton import sorting
 
     monkeypatch.setattr(sorting, "BLOCKS", ((2**62, size),))
+    if group is not None:
+        monkeypatch.setattr(sorting, "GROUPED_BLOCKS", group)
+        monkeypatch.setattr(sorting, "FEWEST_GROUPED", 1)
     layout = BagLayout((3, 1, 50, 2), widths)
     bags = 5 if place.name == "interpret" else 9
     for seed, most in enumerate((5, 33) if place.name == "interpret" else (5, 16, 33)):
         lengths = torch.randint(most, (4, bags), generator=torch.Generator().manual_seed(seed)).tolist()
         batch = batch_of(layout, lengths, seed)
         check(place, batch, torch.float32, sample_dtype=torch.float32 if weighted else None)
+
+
+@ON_TRITON
+def test_a_row_of_very_many_lookups_is_summed_in_groups_of_parts(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It begins and ends within a group, with one, or a block before it ends; each group's sum is taken in place of its parts."""
+    from jagged.ops.embedding_bag.triton import sorting, sums
+
+    monkeypatch.setattr(sorting, "BLOCKS", ((2**62, 8),))
+    monkeypatch.setattr(sorting, "GROUPED_BLOCKS", 4)
+    layout, group = BagLayout((3,), (8,)), 32
+    weights = weights_of(layout, torch.float32)
+    for before, count, groups in ((5, 4 * group, 3), (0, 3 * group, 2), (group, 2 * group, 2), (group - 1, 2 * group + 1, 2)):
+        ids = torch.tensor([0] * before + [1] * count + [2] * 40)
+        offsets = torch.cat([torch.arange(0, len(ids), 7), torch.tensor([len(ids)])])
+        batch = Batch(layout, ids, offsets, (len(offsets) - 1,))
+        results = []
+        for fewest, launch in ((2**30, None), (1, None), (1, lambda *_, **__: None)):
+            monkeypatch.setattr(sorting, "FEWEST_GROUPED", fewest)
+            with pytest.MonkeyPatch.context() as patch, gathering("sorted"):
+                if launch is not None:
+                    patch.setattr(sums, "_launch_groups", launch)
+                results.append(run(place, batch, weights)[1].view(3, 8))
+        torch.testing.assert_close(results[1], results[0])
+        assert torch.equal(results[1][[0, 2]], results[0][[0, 2]])
+        # Without the sums of groups the first block's part would stand for each.
+        assert not torch.allclose(results[2][1], results[0][1]), groups
 
 
 @ON_TRITON

@@ -6,9 +6,7 @@ import re
 from typing import Any
 
 import pytest
-import torch
 
-from jagged.ops.embedding_bag.fields import FEATURE
 from jagged.ops.embedding_bag.optimizers import KINDS, MOMENTS
 from jagged.ops.embedding_bag.triton.shared_memory import MOST_BYTES
 from tests.aot import AMD, TARGETS, compile_kernel
@@ -135,10 +133,9 @@ def test_sums_of_rows(kind: str, options: tuple[str, ...], arch: int) -> None:
     """With options of an update, or bfloat16 states (`states`), and without."""
     from jagged.ops.embedding_bag.triton import rows, sorting, sums, updates
 
-    of_widths = [FEATURE._replace(width=width) for width in WIDTHS["aligned"]]
     are_whole = updates.takes_whole_rows(kind, "max_norm" in options, "last_step" in options)
     constants: dict[str, Any] = {
-        "USED": sums.used_widths(torch.tensor(of_widths), are_whole=are_whole),
+        "USED": sums.used_widths(tuple(WIDTHS["aligned"]), are_whole=are_whole),
         "KIND": kind,
         "IS_STOCHASTIC": False,
         "IS_DECOUPLED": kind in ("none", *MOMENTS) or "decoupled" in options,
@@ -170,8 +167,8 @@ def test_sums_of_rows(kind: str, options: tuple[str, ...], arch: int) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "map", "planned", "large_map", "large_planned", "lookups", "singles", "chunk_sort", "merge", "chunks", "orders", "bounds",
-        "sources", "factors", "samples",
+        "map", "planned", "large_map", "large_planned", "lookups", "singles", "chunk_sort", "merge", "groups", "chunks", "orders",
+        "bounds", "sources", "factors", "samples",
     ],
 )  # fmt: skip
 def test_small_kernels(name: str, arch: int | str) -> None:
@@ -186,6 +183,11 @@ def test_small_kernels(name: str, arch: int | str) -> None:
         "singles": (sorting, {"BAGS": sorting.BLOCK_BAGS, "LOOKUPS": sorting.BLOCK_LOOKUPS, "SINGLES": True}, 4),
         "chunk_sort": (merging, {"CHUNK": merging.CHUNK}, merging.WARPS),
         "merge": (merging, {"CHUNK": merging.CHUNK, "RANKED": merging.RANKED}, merging.WARPS),
+        "groups": (
+            sorting,
+            {"BLOCKS": sorting.GROUPED_BLOCKS, "COLUMNS": sorting.GROUPED_COLUMNS},
+            sorting.GROUPING_WARPS,
+        ),
         "chunks": (counting, {"BLOCK": counting.BLOCK_FEATURES}, 16),
         "orders": (
             counting,

@@ -379,6 +379,29 @@ def test_rows_that_are_read_and_scored_are_updated_once(place: Place, kind: str,
     assert torch.equal(found[1], other)
 
 
+@pytest.mark.skipif(PLACE.name == "cpu", reason="there gradients have no room behind them")
+def test_a_large_gradient_of_scores_is_not_copied(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of lookups are copied behind it, unless there is no room; which of the two no number tells."""
+    from jagged.ops._shared import room
+
+    layout, weights = BagLayout((9, 40), (16, 4), (0,)), []
+    ids, offsets = torch.tensor([4, 0, 0, 8, 4], device=PLACE.device), torch.arange(6, device=PLACE.device)
+    for has_room in (True, False):
+        if not has_room:
+            monkeypatch.setattr(room, "_room_of", lambda gradient: -1)
+        storage = random_tensor((layout.num_elements,), torch.float32, 0)
+        tables = JointUpdate(storage, BagOptimizer("rowwise_adagrad", layout, learning_rate=0.125, device=PLACE.device))
+        tables.holds = True
+        read = tables.embedding_bags(layout, ids, offsets, backend=place.backend)
+        (losses([read]) + scores_of(tables.table(0, backend=place.backend), 0, sparse=True)).backward()
+        of_scores = max((call.lookups.grad for call in tables._held), key=torch.numel)
+        tables.norm()
+        assert (tables._held[0].lookups.grad.data_ptr() == of_scores.data_ptr()) == has_room
+        tables.step()
+        weights.append(storage)
+    assert torch.equal(*weights)
+
+
 def test_a_table_is_scored_by_plain_pytorch(place: Place) -> None:
     """By any operation, several times, and beside a gradient that is sparse; without gradients it is the table itself."""
     tables = made()

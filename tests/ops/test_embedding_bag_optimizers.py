@@ -356,9 +356,17 @@ def test_rows_of_many_lookups_are_updated_once(
     grads = [random_tensor((4, layout.width), torch.float32, seed) for seed in steps]
     weights = random_tensor((layout.num_elements,), torch.float32, 0)
     results = []
-    for way, size in (("sorted", 128), ("sorted", 8), ("counted", None), ("counted", 8)):
+    monkeypatch.setattr(sorting, "GROUPED_BLOCKS", 2)
+    for way, size, grouped in (
+        ("sorted", 128, 2**30),
+        ("sorted", 8, 2**30),
+        ("sorted", 8, 1),
+        ("counted", None, 1),
+        ("counted", 8, 1),
+    ):
         if way == "sorted":
             monkeypatch.setattr(sorting, "BLOCKS", ((2**62, size),))
+            monkeypatch.setattr(sorting, "FEWEST_GROUPED", grouped)
         optimizer = optimizer_of(kind, layout, weight_decay=0.125, **options)
         with gathering(way, long=size):
             results.append([trained(place, weights, optimizer, batches, grads), optimizer.first, optimizer.second])

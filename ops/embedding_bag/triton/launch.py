@@ -17,7 +17,7 @@ from jagged.ops.embedding_bag.triton import schedules
 from jagged.ops.embedding_bag.triton.forward import embedding_bags_forward_kernel, embedding_bags_small_kernel
 from jagged.ops.embedding_bag.triton.samples import embedding_bags_samples_kernel
 from jagged.ops.embedding_bag.triton.schedules import BLOCK_GROUPS, MOST_COLUMNS, embedding_bags_map_kernel, known_of
-from jagged.ops.embedding_bag.triton.sums import bags_of_batch
+from jagged.ops.embedding_bag.triton.sums import bags_of_batch, feature_of_bags
 
 # Batches of no more bags, and of no more lookups for each bag in the mean, do without the map. Whatever their lengths, the
 # longest bag takes no more steps than there are bags, or twice as many: 32 lookups are one, or 16 of rows that begin anywhere.
@@ -29,8 +29,8 @@ SMALL_SAMPLES = 400
 SMALL_PROGRAMS, SMALL_UNIT = 128, 8
 # Registers of a thread of the other kernel, on NVIDIA's: where rows are floats without weights that begin at multiples of 4
 # elements, and of others. Left alone the assembler takes up to 255 for all branches together, of which none alone needs more than
-# these; with fewer each saves some for its caller, once a unit, and 25 and 16 warps of a multiprocessor run.
-PLAIN_REGISTERS, REGISTERS = 80, 128
+# these; with fewer each saves some for its caller, once a unit, and 28 and 16 warps of a multiprocessor run.
+PLAIN_REGISTERS, REGISTERS = 72, 128
 # Turns of a unit of bags that are taken one after the other: four, and one for each million lookups, from 8 to 24; 12 at least
 # where there are many lookups, or features have many bags. Fewer, and programs of small batches end together; more, and those of
 # large ones look less often for their next unit.
@@ -111,11 +111,11 @@ def forward(x: Inputs, o: Options) -> Outputs:
 def samples_backward(x: SamplesInputs, o: SamplesOptions) -> Gradient:
     """Launch `embedding_bags_samples_kernel`."""
     result = torch.zeros(x.indices.shape[0], dtype=o.dtype, device=x.grad.device)
-    feature_of_bag, num_all, num_bags, stride = bags_of_batch(x)
+    num_all, num_bags, stride = bags_of_batch(x)
     if num_all and len(result):
         _launch_samples(
             (cdiv(num_all, SAMPLE_BAGS),),
-            x.grad, x.weights, x.indices, x.offsets, x.layout, x.batches, feature_of_bag, result, len(result), num_all, num_bags,
-            stride, BAGS=SAMPLE_BAGS, LOOKUPS=SAMPLE_LOOKUPS, COLUMNS=SAMPLE_COLUMNS, num_warps=2,
+            x.grad, x.weights, x.indices, x.offsets, x.layout, x.batches, feature_of_bags(x), result, len(result), num_all,
+            num_bags, stride, BAGS=SAMPLE_BAGS, LOOKUPS=SAMPLE_LOOKUPS, COLUMNS=SAMPLE_COLUMNS, num_warps=2,
         )  # fmt: skip
     return Gradient(result)

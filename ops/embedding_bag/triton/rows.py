@@ -297,7 +297,7 @@ def embedding_bags_long_rows_kernel(
                 if (USED >> i) & 1:  # noqa: SIM102
                     if found == i:
                         joined_run(
-                            sums_of_slices, first_slot, num_own, first_row + row, weights, first, second,
+                            sums_of_slices, first_slot, num_own, 0, 0, 1, first_row + row, weights, first, second,
                             last_step, step, corrections, rate, fields, row_stride, eps, beta1, beta2, weight_decay, rest1,
                             rest2, max_norm, KIND, IS_STOCHASTIC, IS_DECOUPLED, WHOLE_ROWS, 1, i,
                         )  # fmt: skip

@@ -65,6 +65,8 @@ class Known(NamedTuple):
     used: int
     used_by_small: int
     num_parts: int
+    # Each once.
+    widths: tuple[int, ...]
     widest: int
     # Of the tables up to the last one that is read.
     num_rows: int
@@ -86,7 +88,7 @@ def known_of(layout: Tensor) -> Known:
         num_rows = int((layout[:, FEATURE.rows] + layout[:, FEATURE.first_row]).max()) if widths else 0
         rows = sorted(layout[:, FEATURE.rows].tolist())
         known = layout.__dict__["known"] = Known(
-            schedules_of(set(widths)), of_small, num_parts, max(widths, default=0), num_rows,
+            schedules_of(set(widths)), of_small, num_parts, tuple(sorted(set(widths))), max(widths, default=0), num_rows,
             tuple(rows), (0, *accumulate(rows)),
             all(width % 4 == 0 for width in widths), bool(layout[:, FEATURE.is_mean].any()),
         )  # fmt: skip

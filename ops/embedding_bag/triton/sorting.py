@@ -5,7 +5,8 @@ After the sort, runs of equal keys are the lookups of a row. Programs take a blo
 are of: groups of lanes, as many as a row needs, walk over a part of them, two lookups of a row at once, and sum the gradients in
 their order. Where a run ends, its sum is stored as the row's gradient, or updates the row at once. A run belongs to the group
 that it begins with, which goes on beyond its part, and beyond the block's end up to that of the next one. A run that goes through
-a whole block after the one that it begins in is long: each block sums its part, and another kernel joins them.
+a whole block after the one that it begins in is long: each block sums its part, and another kernel joins them. One that goes
+through very many blocks has as many parts: those of a whole group of blocks are added up first, each group by a program.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ BLOCKS, MOST_LOOKUPS = ((1 << 15, 8), (1 << 17, 16), (1 << 20, 32)), tl.constexp
 # Blocks that a program which joins parts looks at together, programs for each multiprocessor, and their warps: the row that most
 # lookups name is waited for.
 JOINED_BLOCKS, JOINING, JOINING_WARPS = 16, 8, 4
+# Blocks of a group, from so many blocks on, and columns whose parts are loaded together.
+GROUPED_BLOCKS, FEWEST_GROUPED, GROUPED_COLUMNS, GROUPING_WARPS = 64, 2048, 128, 4
+# As many as no batch has.
+NO_GROUP = 1 << 30
 # What no row's key is.
 NO_KEY = tl.constexpr(-2)
 
@@ -290,11 +295,35 @@ def embedding_bags_rows_kernel(
         key = tl.load(keys + begin, mask=begin < limit, other=0)
 
 
+@triton.jit(do_not_specialize=["num_lookups", "size", "no_row", "num_tables", "row_stride"])
+def embedding_bags_groups_kernel(
+    keys, parts_of_runs, tables, num_lookups, size, no_row, num_tables, row_stride, BLOCKS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add up the parts of `BLOCKS` blocks all of whose lookups are of a run that came in, in place of the first part."""
+    first = tl.program_id(0).to(tl.int64) * BLOCKS
+    begin = first * size
+    last = begin + BLOCKS * size - 1
+    key = tl.load(keys + begin)
+    before = tl.load(keys + begin - 1, mask=begin > 0, other=NO_KEY)
+    after = tl.load(keys + last, mask=last < num_lookups, other=NO_KEY)
+    if (before == key) & (after == key) & (key < no_row):
+        table, _ = group_of(tables + FIELDS + FIRST_ROW, key, num_tables, FIELDS)
+        width = tl.load(tables + table.to(tl.int64) * FIELDS + WIDTH).to(tl.int32)
+        row_stride = row_stride // 4 * 4
+        parts_of_runs += 2 * first * row_stride
+        part = 2 * tl.arange(0, BLOCKS).to(tl.int64) * row_stride
+        for column in range(0, width, COLUMNS):
+            columns = column + tl.arange(0, COLUMNS)
+            tile = tl.load(parts_of_runs + part[:, None] + columns[None, :], mask=(columns < width)[None, :], other=0.0)
+            tl.store(parts_of_runs + columns, tl.sum(tile, 0), mask=columns < width)
+
+
 @triton.jit(
     do_not_specialize=[
         "num_lookups",
         "size",
         "no_row",
+        "group",
         "num_tables",
         "row_stride",
         "eps",
@@ -307,11 +336,14 @@ def embedding_bags_rows_kernel(
     ]
 )
 def embedding_bags_join_kernel(
-    keys, parts_of_runs, weights, first, second, last_step, step, corrections, rate, tables, num_lookups, size, no_row,
+    keys, parts_of_runs, weights, first, second, last_step, step, corrections, rate, tables, num_lookups, size, no_row, group,
     num_tables, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2, max_norm, KIND: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr, IS_DECOUPLED: tl.constexpr, WHOLE_ROWS: tl.constexpr, USED: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Join the parts of long runs, each found at the first end of a block that it goes across; `BLOCKS` ends are looked at."""
+    """Join the parts of long runs, each found at the first end of a block that it goes across; `BLOCKS` ends are looked at.
+
+    Those of a `group` of blocks all of whose lookups are of one run have been added up; more than there are: of none.
+    """
     num_blocks = (num_lookups + size - 1) // size
     for start in range(tl.program_id(0) * BLOCKS, num_blocks, tl.num_programs(0) * BLOCKS):
         block = start + tl.arange(0, BLOCKS)
@@ -325,14 +357,21 @@ def embedding_bags_join_kernel(
             found = tl.min(tl.where(is_found, block, 2**31 - 1), 0)
             is_found &= block != found
             of_run = tl.load(keys + found.to(tl.int64) * size)
-            # The part that goes on from the block before, this block's, and those of the blocks that follow, in steps of 32.
-            num_parts, found_all = found * 0 + 2, True
-            while found_all:
-                ahead = (found + num_parts - 1 + tl.arange(0, 32)).to(tl.int64) * size
-                same = (ahead < num_lookups) & (tl.load(keys + ahead, mask=ahead < num_lookups, other=NO_KEY) == of_run)
-                num_same = tl.sum(same.to(tl.int32), 0)
-                num_parts += num_same
-                found_all = num_same == 32
+            # Blocks that begin in the run, found in steps that are doubled until one is too long, and then halved.
+            num_own, ahead, is_growing = found.to(tl.int64) * 0 + 1, found.to(tl.int64) * 0 + 1, True
+            while ahead > 0:
+                other = (found + num_own + ahead - 1) * size
+                is_same = tl.load(keys + other, mask=other < num_lookups, other=NO_KEY) == of_run
+                num_own = tl.where(is_same, num_own + ahead, num_own)
+                is_growing &= is_same
+                ahead = tl.where(is_growing, ahead * 2, ahead // 2)
+            # Groups all of whose lookups are of the run have one part each. Before them are the part that goes on from the block
+            # before, and those of the first blocks; behind them are the last ones'.
+            end = (found + num_own) * size
+            is_whole = tl.load(keys + end - 1, mask=end <= num_lookups, other=NO_KEY) == of_run
+            first_group = (found + group - 1) // group
+            num_groups = tl.maximum((found + num_own - 1 + is_whole.to(tl.int64)) // group - first_group, 0)
+            head, num_parts = first_group * group - found + 1, num_own + 1 - num_groups * (group - 1)
             table, _ = group_of(tables + FIELDS + FIRST_ROW, of_run, num_tables, FIELDS)
             fields = tables + table.to(tl.int64) * FIELDS
             schedule = schedule_of(tl.load(fields + WIDTH), WHOLE_ROWS)
@@ -340,7 +379,7 @@ def embedding_bags_join_kernel(
                 if (USED >> i) & 1:  # noqa: SIM102
                     if schedule == i:
                         joined_run(
-                            parts_of_runs, found.to(tl.int64) * 2 - 1, num_parts, of_run, weights, first, second, last_step,
-                            step, corrections, rate, fields, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2, max_norm,
-                            KIND, IS_STOCHASTIC, IS_DECOUPLED, WHOLE_ROWS, 2, i,
+                            parts_of_runs, found.to(tl.int64) * 2 - 1, num_parts, head, num_groups, group, of_run, weights,
+                            first, second, last_step, step, corrections, rate, fields, row_stride, eps, beta1, beta2,
+                            weight_decay, rest1, rest2, max_norm, KIND, IS_STOCHASTIC, IS_DECOUPLED, WHOLE_ROWS, 2, i,
                         )  # fmt: skip

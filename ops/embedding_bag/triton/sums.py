@@ -7,6 +7,7 @@ The lookups of each row are brought together, in their order, and summed in that
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_right
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from jagged.ops._shared.backends import INTERPRETED
 from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import gpu
 from jagged.ops._shared.sizes import cdiv, next_power_of_2
-from jagged.ops.embedding_bag.fields import BATCH, FEATURE
+from jagged.ops.embedding_bag.fields import BATCH
 from jagged.ops.embedding_bag.layout import MOST_COUNTED
 from jagged.ops.embedding_bag.optimizers import MOMENTS, SQUARES, STATES
 from jagged.ops.embedding_bag.plans import PROGRAMS
@@ -40,6 +41,8 @@ from jagged.ops.embedding_bag.triton.updates import NUM_WIDTHS, takes_whole_rows
 # Tables, and lookups of all, below which nothing is counted, and for each row, whether it is read or not
 # (docs/internals/embedding_bag.md, "Which tables are counted").
 FEWEST_TABLES, FEWEST_LOOKUPS, LOOKUPS_OF_ROW = 128, 1 << 17, 0.5
+# Features, each filled in by a launch of its own, up to which the feature of each bag is not found by PyTorch.
+FEW_FEATURES = 8
 # Programs that sum long rows, for each multiprocessor.
 LONG_PROGRAMS = 16
 
@@ -53,16 +56,29 @@ _launch_lookups = Launcher(sorting.embedding_bags_lookups_kernel)
 _launch_chunk_sort = Launcher(merging.embedding_bags_chunk_sort_kernel)
 _launch_merge = Launcher(merging.embedding_bags_merge_kernel)
 _launch_rows = Launcher(sorting.embedding_bags_rows_kernel)
+_launch_groups = Launcher(sorting.embedding_bags_groups_kernel)
 _launch_join = Launcher(sorting.embedding_bags_join_kernel)
 
 
-def bags_of_batch(x: WeightsInputs | SamplesInputs | UpdateInputs) -> tuple[Tensor | None, int, int, int]:
-    """Return the feature of each bag where batches differ, the bags of all and of one, and the stride of the gradient's rows."""
+def bags_of_batch(x: WeightsInputs | SamplesInputs | UpdateInputs) -> tuple[int, int, int]:
+    """Return the bags of all features and of one, and the stride of the gradient's rows."""
     num_all = x.offsets.shape[0] - 1
+    return (num_all, max(1, x.grad.shape[0]), x.grad.shape[1]) if x.batches is None else (num_all, 1, 0)
+
+
+def feature_of_bags(x: WeightsInputs | SamplesInputs | UpdateInputs) -> Tensor | None:
+    """Return the feature of each bag where features differ in their bags."""
     if x.batches is None:
-        return None, num_all, max(1, x.grad.shape[0]), x.grad.shape[1]
-    features = torch.arange(x.host_layout.shape[0], dtype=torch.int32, device=x.grad.device)
-    return features.repeat_interleave(x.batches[:, BATCH.num_bags], output_size=num_all), num_all, 1, 0
+        return None
+    num_all, num_features = x.offsets.shape[0] - 1, x.host_layout.shape[0]
+    if x.host_batches is None or num_features > FEW_FEATURES:
+        features = torch.arange(num_features, dtype=torch.int32, device=x.grad.device)
+        return features.repeat_interleave(x.batches[:, BATCH.num_bags], output_size=num_all)
+    # A tenth of the time where one has a million bags.
+    found = torch.empty(num_all, dtype=torch.int32, device=x.grad.device)
+    for feature, own in enumerate(found.split(x.host_batches[:, BATCH.num_bags].tolist())):
+        own.fill_(feature)
+    return found
 
 
 def most_counted(num_tables: int, num_lookups: int, num_rows: int, most_rows: int) -> int:
@@ -128,7 +144,7 @@ class _Sums:
     ) -> None:
         self.x, self.grad, self.layout = x, x.grad, x.host_layout
         self.known, self.device, self.num_lookups = known_of(self.layout), x.grad.device, x.indices.shape[0]
-        feature_of_bag, self.num_all, self.num_bags, stride = bags_of_batch(x)
+        self.num_all, self.num_bags, stride = bags_of_batch(x)
         num_features = self.layout.shape[0]
         self.num_tables = x.layout.shape[0] - 2 * num_features - 1 - self.known.num_parts
         if counted_rows is None:
@@ -140,7 +156,6 @@ class _Sums:
         self.row_stride = cdiv(self.known.widest, 4) * 4
         self.has_factors = x.per_sample_weights is not None or self.known.has_means
         self.of_lookups = x.indices, x.offsets, x.per_sample_weights, x.layout, x.batches
-        self.feature_of_bag = feature_of_bag
         self.sizes = self.num_lookups, self.num_all, self.num_bags, stride
         self.state = rows.weights, rows.first, rows.second, rows.last, rows.step, rows.corrections(), rows.rate, self.tables
         # An update may be given room for the order that the sort finds, or that order.
@@ -150,13 +165,13 @@ class _Sums:
         self.is_sorted = is_sorted
         self.numbers = *rows.numbers, 1 - rows.numbers[1], 1 - rows.numbers[2], rows.max_norm
         self.are_whole = rows.are_whole
-        self.widenings = used_widenings(self.layout, is_aligned=self.known.is_aligned) if self.are_whole else 1
+        self.widenings = used_widenings(self.known.widths, is_aligned=self.known.is_aligned) if self.are_whole else 1
         self.options: dict[str, Any] = {
             "KIND": rows.kind,
             "IS_STOCHASTIC": rows.is_stochastic and rows.weights.dtype == torch.bfloat16,
             "IS_DECOUPLED": rows.is_decoupled,
             "WHOLE_ROWS": self.are_whole,
-            "USED": used_widths(self.layout, are_whole=self.are_whole),
+            "USED": used_widths(self.known.widths, are_whole=self.are_whole),
             "num_warps": 1,
         }
 
@@ -243,7 +258,7 @@ class _Sums:
         of_program = sorting.BLOCK_BAGS * (sorting.BLOCK_LOOKUPS if is_single else 1)
         _launch_lookups(
             (cdiv(self.num_all, of_program),),
-            *self.of_lookups, self.feature_of_bag, keys, sources, factors, *self.sizes, no_row, most, BAGS=sorting.BLOCK_BAGS,
+            *self.of_lookups, feature_of_bags(self.x), keys, sources, factors, *self.sizes, no_row, most, BAGS=sorting.BLOCK_BAGS,
             LOOKUPS=sorting.BLOCK_LOOKUPS, SINGLES=is_single, num_warps=4,
         )  # fmt: skip
         order = self.order
@@ -283,28 +298,37 @@ class _Sums:
             self.row_stride, *self.numbers, ALIGNED=self.known.is_aligned, MOST=sorting.MOST_LOOKUPS.value,
             **self.options | {"USED": self.widenings},
         )  # fmt: skip
+        group = sorting.GROUPED_BLOCKS if num_blocks >= sorting.FEWEST_GROUPED else sorting.NO_GROUP
+        if num_blocks >= 2 * group:
+            _launch_groups(
+                (num_blocks // group,),
+                keys, parts_of_runs, self.tables, *of_blocks, self.num_tables, self.row_stride, BLOCKS=group,
+                COLUMNS=sorting.GROUPED_COLUMNS, num_warps=sorting.GROUPING_WARPS,
+            )  # fmt: skip
         if is_split:
             programs = min(cdiv(num_blocks, sorting.JOINED_BLOCKS), sorting.JOINING * gpu(self.device).multiprocessors)
             _launch_join(
                 (programs,),
-                keys, parts_of_runs, *self.state, *of_blocks, self.num_tables, self.row_stride, *self.numbers,
+                keys, parts_of_runs, *self.state, *of_blocks, group, self.num_tables, self.row_stride, *self.numbers,
                 BLOCKS=sorting.JOINED_BLOCKS, **self.options | {"num_warps": sorting.JOINING_WARPS},
             )  # fmt: skip
 
 
-def used_widths(layout: Tensor, *, are_whole: bool) -> int:
-    """Return the schedules that rows of a layout `[F, fields]` on the host take, a bit for each."""
+@functools.cache
+def used_widths(widths: tuple[int, ...], *, are_whole: bool) -> int:
+    """Return the schedules that rows of some widths take, a bit for each."""
     used = 0
-    for width in set(layout[:, FEATURE.width].tolist()):
+    for width in widths:
         exponent = min(max(2, (width - 1).bit_length()), NUM_WIDTHS.value + 1 if are_whole else 7)
         used |= 1 << ((exponent - 2) * 2 + int(width % 4 == 0))
     return used
 
 
-def used_widenings(layout: Tensor, *, is_aligned: bool) -> int:
-    """Return by which powers of two rows of a layout are wider than `row_columns`, a bit for each exponent."""
+@functools.cache
+def used_widenings(widths: tuple[int, ...], *, is_aligned: bool) -> int:
+    """Return by which powers of two rows of some widths are wider than `row_columns`, a bit for each exponent."""
     columns, used = row_columns(is_aligned), 0
-    for width in set(layout[:, FEATURE.width].tolist()):
+    for width in widths:
         used |= 1 << (cdiv(width, columns) - 1).bit_length()
     return used
 

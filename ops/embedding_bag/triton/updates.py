@@ -187,13 +187,15 @@ def parts_together(columns, stride):
 
 @triton.jit(noinline=True)
 def joined_run(
-    parts_of_runs, first_slot, num_parts, key, weights, first, second, last_step, step, corrections, rate, fields, row_stride,
-    eps, beta1, beta2, weight_decay, rest1, rest2, max_norm, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
-    IS_DECOUPLED: tl.constexpr, WHOLE_ROWS: tl.constexpr, STRIDE: tl.constexpr, SCHEDULE: tl.constexpr,
+    parts_of_runs, first_slot, num_parts, head, num_groups, group, key, weights, first, second, last_step, step, corrections,
+    rate, fields, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2, max_norm, KIND: tl.constexpr,
+    IS_STOCHASTIC: tl.constexpr, IS_DECOUPLED: tl.constexpr, WHOLE_ROWS: tl.constexpr, STRIDE: tl.constexpr,
+    SCHEDULE: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of one row's lookups up, several at once, and store or apply the sum.
 
-    They are in `first_slot`, the next one, and every `STRIDE`-th from there on.
+    They are in `first_slot`, the next one, and every `STRIDE`-th from there on; but behind the first `head` parts are
+    `num_groups`, each of which stands for `group` of them.
     """
     COLUMNS: tl.constexpr = columns_by(SCHEDULE)
     # A row with 50,000 lookups has 400 parts: one after the other each would be waited for.
@@ -213,7 +215,8 @@ def joined_run(
         totals = tl.zeros((TOGETHER, COLUMNS), tl.float32)
         for begin in range(0, num_parts, TOGETHER):
             number = begin + tl.arange(0, TOGETHER)
-            slot = first_slot + tl.maximum(number * STRIDE - (STRIDE - 1), 0)
+            number_of_all = number + tl.minimum(tl.maximum(number - head, 0), num_groups) * (group - 1)
+            slot = first_slot + tl.maximum(number_of_all * STRIDE - (STRIDE - 1), 0)
             # What lies beside it in memory may have been read before this was written: not from the L1.
             part_of_run = parts_of_runs + (slot[:, None] * row_stride + columns[None, :])
             totals += tl.load(part_of_run, mask=(number < num_parts)[:, None] & in_row, other=0.0, cache_modifier=".cg")

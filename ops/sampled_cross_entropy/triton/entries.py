@@ -9,6 +9,7 @@ from torch import Tensor
 
 from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import inverse_scale_of
+from jagged.ops._shared.room import zeros_with_room
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.sampled_cross_entropy.spec import num_touched
 from jagged.ops.sampled_cross_entropy.touched import compacted, is_first_of_item
@@ -75,8 +76,9 @@ def weight_gradient(c: Call, lists: Lists | None, rows: Rows | None, slopes: Slo
     units = min(num_units, max(1, most_bytes // unit_bytes))
     is_whole = units == num_units
     most_touched = num_touched(x, o) if o.is_sparse else 0
-    shape = most_touched if o.is_sparse and is_whole else c.num_items, width
-    grad_weight = torch.zeros(shape, dtype=dtype if is_whole else torch.float32, device=device)
+    # An update of the table adds the gradients of its lookups to it, of as many rows where all that is scored was looked up.
+    shape = most_touched if o.is_sparse and is_whole else c.num_items, width, num_rows if o.is_sparse else 0
+    grad_weight = zeros_with_room(*shape, dtype if is_whole else torch.float32, device)
     inverse_scale = None
     if c.shares and x.hidden.dtype == torch.float16:
         inverse_scale = inverse_scale_of(x.target != o.ignore_index, slopes.grad_statistic)
