@@ -383,7 +383,10 @@ def test_rows_that_are_read_and_scored_are_updated_once(place: Place, kind: str,
 def test_a_large_gradient_of_scores_is_not_copied(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of lookups are copied behind it, unless there is no room; which of the two no number tells."""
     from jagged.ops._shared import room
+    from jagged.ops.sampled_cross_entropy import api
 
+    # As if they were many beside the table's rows: not in factors.
+    monkeypatch.setattr(api, "MOST_GATHERED", 0)
     layout, weights = BagLayout((9, 40), (16, 4), (0,)), []
     ids, offsets = torch.tensor([4, 0, 0, 8, 4], device=PLACE.device), torch.arange(6, device=PLACE.device)
     for has_room in (True, False):
