@@ -23,6 +23,8 @@ from jagged.ops.embedding_bag.fields import BATCH, FEATURE, OfBatch, OfFeature, 
 ALIGNMENT = 16
 # Columns that one program takes of a feature where batches are small, at most.
 PART_COLUMNS = 32
+# Rows of a table at most, which kernels number in 32 bits.
+MOST_ROWS = 2**32
 # Rows that tables have at most whose lookups backward counts; those of others it sorts.
 MOST_COUNTED = 65_536
 # Rows that a lane takes one after the other in a unit of backward's work where a row needs one lane alone, and at most.
@@ -50,15 +52,15 @@ class BagLayout:
     """The tables of `embedding_bags` and the features that read them; immutable, and the same for every batch.
 
     Args:
-        rows: of each table, at least 1.
+        rows: of each table, from 1 to 2^32.
         widths: of each table, at least 1: its embedding dimension.
         tables: for each feature the table that it reads; None: one feature for each table.
         means: for each feature whether its bags are means; None: all are sums.
         sequences: for each feature whether its rows are not pooled: they come out one by one, in order. None: all are pooled.
 
     Raises:
-        ValueError: lengths that do not fit, a table without rows or columns, a feature of a table that is not there, or one that
-            is a mean and a sequence.
+        ValueError: lengths that do not fit, a table without rows or columns or of more than 2^32 rows, a feature of a table that
+            is not there, or one that is a mean and a sequence.
 
     Example:
         >>> from jagged.ops import BagLayout
@@ -87,6 +89,11 @@ class BagLayout:
             if any(value < 1 for value in values):
                 table = next(i for i, value in enumerate(values) if value < 1)
                 raise ValueError(f"{name}: expected at least 1, got {values[table]} for table {table}")
+        if any(value > MOST_ROWS for value in self.rows):
+            table = next(i for i, value in enumerate(self.rows) if value > MOST_ROWS)
+            raise ValueError(
+                f"rows: expected at most {MOST_ROWS:,}, got {self.rows[table]:,} for table {table}; split it by rows"
+            )
         if self.tables is None:
             object.__setattr__(self, "tables", tuple(range(len(self.rows))))
         assert self.tables is not None

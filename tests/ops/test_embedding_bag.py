@@ -955,6 +955,11 @@ def layout(*arguments: Any, **options: Any) -> Callable[[], object]:
         (layout((4, 3), (5,)), ValueError, "widths: expected one for each of the 2 tables of rows, got 1"),
         (layout((4, 0), (5, 2)), ValueError, "rows: expected at least 1, got 0 for table 1"),
         (layout((4, 3), (-5, 2)), ValueError, "widths: expected at least 1, got -5 for table 0"),
+        (
+            layout((4, 2**32 + 1), (5, 2)),
+            ValueError,
+            "rows: expected at most 4,294,967,296, got 4,294,967,297 for table 1; split it by rows",
+        ),
         (layout((4, 3), (5, 2), (0, 2)), ValueError, "tables: expected a table from 0 to 1, got 2 for feature 1"),
         (layout((4, 3), (5, 2), means=(True,)), ValueError, "means: expected one for each of the 2 features, got 1"),
     ],

@@ -18,6 +18,7 @@ from jagged.ops.embedding_bag.triton.schedules import group_of, take_unit
 from jagged.ops.embedding_bag.triton.updates import (
     NUM_WIDTHS,
     NUMBERS,
+    RULE_NUMBERS,
     apply_sums,
     by_row,
     columns_by,
@@ -193,20 +194,7 @@ def rows_unit(
         place, source, second_source = following, next_source, next_second_source
 
 
-@triton.jit(
-    do_not_specialize=[
-        "grad_size",
-        "num_tables",
-        "most_counted",
-        "eps",
-        "beta1",
-        "beta2",
-        "weight_decay",
-        "rest1",
-        "rest2",
-        "max_norm",
-    ]
-)
+@triton.jit(do_not_specialize=["grad_size", "num_tables", "most_counted", *RULE_NUMBERS])
 def embedding_bags_counted_rows_kernel(
     grad, sources, factors, bounds, weights, first, second, last_step, step, corrections, rate, tables, counter, grad_size,
     num_tables, most_counted, eps, beta1, beta2, weight_decay, rest1, rest2, max_norm, KIND: tl.constexpr,
@@ -265,7 +253,7 @@ def sum_of_slice(
         tl.store(result + columns, tl.sum(total, 0), mask=columns < width)
 
 
-@triton.jit(do_not_specialize=["grad_size", "row_stride", "eps", "beta1", "beta2", "weight_decay", "rest1", "rest2", "max_norm"])
+@triton.jit(do_not_specialize=["grad_size", "row_stride", *RULE_NUMBERS])
 def embedding_bags_long_rows_kernel(
     grad, sources, factors, bounds, long_rows, sums_of_slices, arrivals, weights, first, second, last_step, step, corrections,
     rate, tables, counters, grad_size, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2, max_norm, KIND: tl.constexpr,

@@ -25,7 +25,15 @@ from jagged.ops.embedding_bag.triton.rows import (
     widening_of,
 )
 from jagged.ops.embedding_bag.triton.schedules import bags_of, group_of, span_of
-from jagged.ops.embedding_bag.triton.updates import NUM_WIDTHS, apply_sums, by_row, joined_run, schedule_of, state_of_rows
+from jagged.ops.embedding_bag.triton.updates import (
+    NUM_WIDTHS,
+    RULE_NUMBERS,
+    apply_sums,
+    by_row,
+    joined_run,
+    schedule_of,
+    state_of_rows,
+)
 
 # Bags, and lookups of each, that a program of the kernel of keys takes at once.
 BLOCK_BAGS, BLOCK_LOOKUPS = 16, 16
@@ -219,23 +227,7 @@ def sorted_rows(
         place, key, is_alive = following, next_key, will_live
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_lookups",
-        "size",
-        "no_row",
-        "grad_size",
-        "num_tables",
-        "row_stride",
-        "eps",
-        "beta1",
-        "beta2",
-        "weight_decay",
-        "rest1",
-        "rest2",
-        "max_norm",
-    ]
-)
+@triton.jit(do_not_specialize=["num_lookups", "size", "no_row", "grad_size", "num_tables", "row_stride", *RULE_NUMBERS])
 def embedding_bags_rows_kernel(
     grad, sources, factors, keys, parts_of_runs, weights, first, second, last_step, step, corrections, rate, tables, num_lookups,
     size, no_row, grad_size, num_tables, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2, max_norm, KIND: tl.constexpr,
@@ -318,23 +310,7 @@ def embedding_bags_groups_kernel(
             tl.store(parts_of_runs + columns, tl.sum(tile, 0), mask=columns < width)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_lookups",
-        "size",
-        "no_row",
-        "group",
-        "num_tables",
-        "row_stride",
-        "eps",
-        "beta1",
-        "beta2",
-        "weight_decay",
-        "rest1",
-        "rest2",
-        "max_norm",
-    ]
-)
+@triton.jit(do_not_specialize=["num_lookups", "size", "no_row", "group", "num_tables", "row_stride", *RULE_NUMBERS])
 def embedding_bags_join_kernel(
     keys, parts_of_runs, weights, first, second, last_step, step, corrections, rate, tables, num_lookups, size, no_row, group,
     num_tables, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2, max_norm, KIND: tl.constexpr,
@@ -379,7 +355,7 @@ def embedding_bags_join_kernel(
                 if (USED >> i) & 1:  # noqa: SIM102
                     if schedule == i:
                         joined_run(
-                            parts_of_runs, found.to(tl.int64) * 2 - 1, num_parts, head, num_groups, group, of_run, weights,
-                            first, second, last_step, step, corrections, rate, fields, row_stride, eps, beta1, beta2,
+                            parts_of_runs, found.to(tl.int64) * 2 - 1, num_parts.to(tl.int32), head, num_groups.to(tl.int32),
+                            group, of_run, weights, first, second, last_step, step, corrections, rate, fields, row_stride, eps, beta1, beta2,
                             weight_decay, rest1, rest2, max_norm, KIND, IS_STOCHASTIC, IS_DECOUPLED, WHOLE_ROWS, 2, i,
                         )  # fmt: skip

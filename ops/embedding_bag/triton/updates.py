@@ -12,6 +12,8 @@ from jagged.ops.embedding_bag.triton.columns import FIRST_ROW, START, WIDTH
 NUMBERS = tl.constexpr(128)
 # Widths that programs may have: powers of two from 4 on, to `MOST_COLUMNS`, or where an update needs a whole row to 8,192.
 NUM_WIDTHS = tl.constexpr(12)
+# Arguments of kernels that say by which numbers a rule updates rows.
+RULE_NUMBERS = "eps", "beta1", "beta2", "weight_decay", "rest1", "rest2", "max_norm"
 # Numbers of a run's parts that are loaded together where they are joined, by the stride of the parts: programs that also sum
 # lookups have few registers for it, and longer parts.
 JOINED = tl.constexpr((256, 4096))
