@@ -23,7 +23,7 @@ BYTES_OF_ROW = 4 + 4
 BYTES_OF_SLOT = 4 + 4 + 1 + 8
 # Counts are halved when so many lookups for each row of the tables have been counted since they last were.
 COUNTED_BEFORE_HALVING = 32
-# Lookups whose most misses say how many slots are kept for misses, and how many times as many are.
+# Lookups whose most misses say how many slots are kept for misses of one, and how many times as many are.
 WATCHED_LOOKUPS, ROOM = 16, 1.25
 
 
@@ -222,7 +222,8 @@ class RowCache:
         self._since_move = 0
         # How many exchanges were asked for, and the last of them that is known to have moved rows.
         self._exchanges, self._last_exchange = 0, 0
-        # What the host has not been told of yet, and where it will be.
+        # Whether lookups are made ahead, of what the host has not been told yet, and where it will be.
+        self._is_ahead = False
         self._staging: _Staging | None = None
         self._arrived = torch.empty(2 + 2 * len(self.pools), dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self.is_changed = False
@@ -233,6 +234,10 @@ class RowCache:
         self._row_of_slot = torch.empty(self._no_slot, dtype=torch.int32, device=self.device)
         self._used = torch.empty(self._no_slot + 1, dtype=torch.int32, device=self.device)
         self._is_dirty = torch.empty(self._no_slot + 1, dtype=torch.bool, device=self.device)
+        self._maps = [
+            (self._slot_of_row, self._row_of_slot[of.of_slots], self._used[of.of_slots], self._is_dirty[of.of_slots])
+            for of in self.pools
+        ]
         self._rings: list[Tensor] = []
         self._cursors: list[int] = []
         self.forget()
@@ -366,6 +371,7 @@ class RowCache:
             ValueError: there are fewer slots than rows that are needed at once; on a CPU ids out of range.
         """
         self._settle()
+        self._is_ahead |= is_ahead
         self._number += 1
         lease = Lease(self._number)
         if not ids.shape[0]:
@@ -512,7 +518,11 @@ class RowCache:
         """Let a pool have as many slots to give away as are needed, or return why it has not."""
         pool = self.pools[number]
         free_slots = int((self._used[pool.of_slots][self._rings[number]] < self._oldest()).sum())
-        if needed <= free_slots or (found := self._widen(number, needed - free_slots)) == needed - free_slots:
+        if needed <= free_slots:
+            return None
+        # More than are needed, so that the next lookups, which may miss a few rows more, need not wait for room.
+        found = self._widen(number, math.ceil(ROOM * needed) - free_slots)
+        if needed <= free_slots + found:
             return None
         return (
             f"cache_bytes: expected room for {needed:,} more rows of width {pool.width}, which a batch misses, got "
@@ -537,10 +547,9 @@ class RowCache:
         self, place: int, ring: Tensor, coming: Tensor, totals: Tensor, pool: int, cursor: int, oldest: int, **own: Any
     ) -> SeatedRows:
         """Give slots of the pool at a place to rows that come: of those of `pool` in the totals."""
-        of, of_slots = self.pools[place], self.pools[place].of_slots
-        maps = self._slot_of_row, self._row_of_slot[of_slots], self._used[of_slots], self._is_dirty[of_slots]
+        of = self.pools[place]
         return seat_rows(
-            ring, coming, totals, self._tables[place], *maps, self._written[place],
+            ring, coming, totals, self._tables[place], *self._maps[place], self._written[place],
             pool=pool, cursor=cursor, oldest=oldest, **own, width=of.width, line=of.line,
         )  # fmt: skip
 
@@ -576,7 +585,9 @@ class RowCache:
     def _move(self) -> None:
         self._wait_for_users()
         for number, pool in enumerate(self.pools):
-            room = min(pool.slots, max(1, math.ceil(ROOM * max(pool.last_misses, default=0))))
+            # Where lookups are ahead, the rows of two have to have room.
+            room = ROOM * (1 + self._is_ahead) * max(pool.last_misses, default=0)
+            room = min(pool.slots, max(1, math.ceil(room)))
             slots = self._slot_of_row[pool.of_rows]
             stay = most_frequent(self.counts[pool.of_rows], slots >= 0, pool.slots - room)
             coming = (stay & (slots < 0)).nonzero()[:, 0] + pool.first
