@@ -80,24 +80,43 @@ def num_up_to(value, sorted_numbers, count, STEPS: tl.constexpr):
     return found
 
 
+@triton.jit
+def maximum(first, second):
+    """The larger one, as a scan takes it."""
+    return tl.maximum(first, second)
+
+
 @triton.jit(do_not_specialize=["num_lookups", "num_features", "no_row", "num_pools", "number"])
 def claim_rows_kernel(
     indices, ends, of_features, slot_of_row, counts, used, is_dirty, rows, found, num_lookups, num_features, no_row, num_pools,
     number, CHANGES: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr, LOOKUPS: tl.constexpr,
 ):  # fmt: skip
-    """Find the rows of some lookups. Of those that miss one row the first to set its bit counts it."""
+    """Find the rows of some lookups. Of those that miss one row the first to set its bit counts it.
+
+    Lookups are sorted, and the last one of a row speaks for all of them: frequent rows would be one addition after the other.
+    """
     bits = found + 2 + 2 * num_pools
     blocks = bits + (no_row + 31) // 32
     place = tl.program_id(0).to(tl.int64) * LOOKUPS + tl.arange(0, LOOKUPS)
     exists = place < num_lookups
-    feature = num_up_to(place, ends, num_features, STEPS)
     # Whatever wrong offsets say, no feature is read that is not there.
-    reads = of_features + tl.minimum(feature, num_features - 1) * 4
+    feature = tl.minimum(num_up_to(place, ends, num_features, STEPS), num_features - 1)
+    reads = of_features + feature * 4
     id = tl.load(indices + place, mask=exists, other=-1).to(tl.int64)
     is_known = (id >= 0) & (id < tl.load(reads + 1))
     row = tl.load(reads) + tl.where(is_known, id, 0)
     tl.store(rows + place, tl.where(is_known, row, no_row).to(tl.int32), mask=exists)
-    tl.atomic_add(counts + row, 1, mask=is_known, sem="relaxed")
+    lookup = tl.sort(tl.where(is_known, row << STEPS | feature, no_row.to(tl.int64) << STEPS))
+    row = lookup >> STEPS
+    reads = of_features + (lookup - (row << STEPS)) * 4
+    number_of = tl.arange(0, LOOKUPS)
+    is_end = (number_of == LOOKUPS - 1) | (row != tl.gather(row, tl.minimum(number_of + 1, LOOKUPS - 1), 0))
+    # Behind the lookup that speaks for the row before.
+    begin = tl.associative_scan(tl.where(is_end, number_of + 1, 0), 0, maximum)
+    begin = tl.where(number_of > 0, tl.gather(begin, tl.maximum(number_of - 1, 0), 0), 0)
+    many = number_of + 1 - begin
+    is_known = is_end & (row < no_row)
+    tl.atomic_add(counts + row, many, mask=is_known, sem="relaxed")
     slot = tl.load(slot_of_row + row, mask=is_known, other=-1)
     is_hit = is_known & (slot >= 0)
     at = tl.load(reads + 2) + slot
@@ -110,7 +129,7 @@ def claim_rows_kernel(
     is_first = is_missed & (before & bit == 0)
     tl.atomic_add(blocks + row // BLOCK, 1, mask=is_first, sem="relaxed")
     tl.atomic_add(found, tl.sum(is_first.to(tl.int32)), sem="relaxed")
-    tl.atomic_add(found + 1, tl.sum(is_hit.to(tl.int32)), sem="relaxed")
+    tl.atomic_add(found + 1, tl.sum(tl.where(is_hit, many, 0)), sem="relaxed")
     pool = tl.load(reads + 3)
     for number_of_pool in range(num_pools):
         of_pool = is_first & (pool == number_of_pool)

@@ -156,11 +156,15 @@ def test_missed_rows_are_in_order(place: Place, which: str) -> None:
         [torch.randperm(8192, generator=generator)[:700], 2 * 8192 + torch.randperm(8197, generator=generator)[:900]]
     )
     ids = {"all": torch.arange(rows).flip(0), "none": drawn, "some": drawn, "one": torch.full((600,), rows - 1)}[which]
+    # A frequent row among the others.
+    ids[5::3] = ids[4]
     slot_of_row = torch.full((rows + 1,), 0 if which == "none" else -1, dtype=torch.int32)
     maps = [slot_of_row, torch.zeros(rows).int(), torch.zeros(2).int(), torch.zeros(2).bool()]
     maps = [of.to(place.device) for of in maps]
     given_ids = (of.to(place.device) for of in (ids, torch.tensor([len(ids)]), torch.tensor([[0, rows, 0, 0]])))
-    _, listed, totals = claim_rows(*given_ids, *maps, number=1, changes=False, backend=place.backend)
+    rows_of_ids, listed, totals = claim_rows(*given_ids, *maps, number=1, changes=False, backend=place.backend)
+    assert rows_of_ids.tolist() == ids.tolist()
+    assert maps[1].tolist() == ids.bincount(minlength=rows).tolist()
     expected = [] if which == "none" else ids.unique().tolist()
     assert totals.tolist() == [len(expected), len(ids) if which == "none" else 0, len(expected), 0]
     assert listed[: len(expected)].tolist() == expected
