@@ -410,9 +410,57 @@ def test_backward_again_beside_rows_that_come(place: Place) -> None:
     same_tables(cached, whole)
 
 
+def in_order() -> list[EmbeddingBagConfig]:
+    """Three widths, read by the features of a batch as they come: to select some of them may wait for the device."""
+    of = zip(KEYS, (6, 8, 3), strict=True)
+    return [EmbeddingBagConfig(name=key, embedding_dim=width, num_embeddings=120, feature_names=[key]) for key, width in of]
+
+
+@given(
+    st.sampled_from([sequences, bags, in_order]), st.floats(0.3, 0.5), st.integers(1, 5),
+    st.lists(st.tuples(seeds(), st.sampled_from(["ahead", "train", "evaluate", "statistics", "write"])), min_size=4, max_size=16),
+)  # fmt: skip
+def test_any_order_short_of_room(place: Place, make: Any, share: float, interval: int, steps: list[tuple[int, str]]) -> None:
+    """As if no move knew that two batches need room at once. A batch without any is refused, and nothing is lost by it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowCache, "_is_ahead", property(lambda cache: False, lambda cache, value: None), raising=False)
+        whole, cached = pair(make, share=share, interval=interval)
+        waiting: KeyedJaggedTensor | None = None
+        for seed, what in steps:
+            features = zipf(seed, samples=2) if waiting is None or what == "evaluate" else waiting
+            try:
+                if what == "write":
+                    cached.write_back()
+                elif what == "statistics":
+                    statistics = cached.cache_statistics()
+                    assert 0 <= statistics.hits <= statistics.lookups
+                elif what == "evaluate":
+                    with torch.no_grad():
+                        for found, expected in zip(values_of(cached(features)), values_of(whole(features)), strict=True):
+                            same(found, expected)
+                else:
+                    output, waiting = cached(features), None
+                    if what == "ahead":
+                        cached.prefetch(waiting := zipf(seed + 1, samples=2))
+                    loss_of(output).backward()
+                    step(whole, features)
+            except ValueError as error:
+                if "expected room for" not in str(error):
+                    raise
+                waiting = None
+        same_tables(cached, whole)
+        for cache in (of.cache for of in cached._cached):
+            cache._settle()
+            for pool in cache.pools:
+                slots, rows = cache._slot_of_row[pool.of_rows].long(), cache._row_of_slot[pool.of_slots].long()
+                seated = (slots >= 0).nonzero()[:, 0]
+                assert torch.equal(rows[slots[seated]], seated + pool.first)
+                assert (rows >= 0).sum() == seated.shape[0]
+
+
 @pytest.mark.gpu
 def test_a_prefetch_waits_for_nothing() -> None:
-    whole, cached = pair(bags, "adam", share=0.8, interval=100)
+    whole, cached = pair(in_order, "adam", share=0.8, interval=100)
     batches = [zipf(seed) for seed in range(8)]
     for number, (features, following) in enumerate(itertools.pairwise(batches)):
         output = cached(features)
