@@ -390,7 +390,7 @@ def host_rows(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
         exchange_rows(
             cached, table, slots.flip(0), torch.where(slots % 2 > 0, slots + batch.total, -1), coming, backend=PLACE.backend
         )
-        return [cached, rows]
+        return [cached, rows, slot_of_row]
 
     return Step(forward, _leaves(dtype, (batch.total, width)), is_differentiable=False)
 
