@@ -159,7 +159,8 @@ class CachedTableStorage(TableStorage):
     def prefetch(self, layout: BagLayout, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[int] | None) -> None:
         """Bring the rows of the next lookup by this layout to the device; what others look up before changes nothing.
 
-        Waits for nothing. Where rows have no room, or the most frequent ones are to be chosen anew, the lookup does it.
+        Waits for nothing, unless a batch before was not looked up. Where rows have no room, or the most frequent ones are to be
+        chosen anew, the lookup does it.
 
         Raises:
             RuntimeError, ValueError: as `lookup`, but not for want of room.

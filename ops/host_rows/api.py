@@ -270,5 +270,5 @@ def seat_rows(
         inputs = Seats(ring.contiguous(), coming.contiguous(), totals, tables, *maps, seated, written)
         SEAT_ROWS(inputs, Seating(pool, cursor, oldest, number, changes, width, line), backend)
     slots, leaving_lines, coming_lines, leaving_rows, coming_rows = seated
-    own = totals[2 + num_pools + pool :][:1]
+    own = totals.narrow(0, 2 + num_pools + pool, 1)
     return SeatedRows(slots, leaving_lines, coming_lines, leaving_rows, coming_rows, own)
