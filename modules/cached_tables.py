@@ -69,14 +69,13 @@ def _without_states(layout: BagLayout, device: torch.device) -> BagOptimizer:
 
 
 class _Ahead(NamedTuple):
-    """A batch whose rows were asked for ahead of its lookup, and its slots."""
+    """A batch whose rows were asked for ahead of its lookup."""
 
     ids: Tensor
     offsets: Tensor
     versions: tuple[int, int]
     batch_sizes: Sequence[int] | None
     changes: bool
-    slots: Tensor
     lease: Lease
 
 
@@ -144,8 +143,8 @@ class CachedTableStorage(TableStorage):
         learns = self._updates_rows()
         if learns:
             refuse_copies()
-        slots, lease = self._staged(layout, ids, offsets, options.get("batch_sizes"), changes=learns)
-        cache.use(slots, lease)
+        lease = self._staged(layout, ids, offsets, options.get("batch_sizes"), changes=learns)
+        slots = cache.use(lease)
         of_slots = cache.slots_of(layout)
         if learns:
             assert updates is not None
@@ -160,10 +159,11 @@ class CachedTableStorage(TableStorage):
     def prefetch(self, layout: BagLayout, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[int] | None) -> None:
         """Bring the rows of the next lookup by this layout to the device; what others look up before changes nothing.
 
-        Where the most frequent rows are to be chosen anew, the lookup does it.
+        Waits for nothing, unless a batch before was not looked up. Where rows have no room, or the most frequent ones are to be
+        chosen anew, the lookup does it.
 
         Raises:
-            RuntimeError, ValueError: as `lookup`; the latter too where the rows of others need all slots, and then do not later.
+            RuntimeError, ValueError: as `lookup`, but not for want of room.
         """
         if self._cache is None:
             return
@@ -173,8 +173,8 @@ class CachedTableStorage(TableStorage):
         if self._cache.is_move_due():
             return
         changes = self._updates_rows()
-        found = self._staged(layout, ids, offsets, batch_sizes, changes=changes)
-        self._ahead[layout] = _Ahead(ids, offsets, (ids._version, offsets._version), batch_sizes, changes, *found)
+        lease = self._staged(layout, ids, offsets, batch_sizes, changes=changes, is_ahead=True)
+        self._ahead[layout] = _Ahead(ids, offsets, (ids._version, offsets._version), batch_sizes, changes, lease)
 
     def _updates_rows(self) -> bool:
         """Whether backward of a lookup updates its rows."""
@@ -188,22 +188,31 @@ class CachedTableStorage(TableStorage):
         return learns
 
     def _staged(
-        self, layout: BagLayout, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[int] | None, *, changes: bool
-    ) -> tuple[Tensor, Lease]:
-        """The slots of a batch, and their lease: those that `prefetch` has found, or new ones."""
+        self,
+        layout: BagLayout,
+        ids: Tensor,
+        offsets: Tensor,
+        batch_sizes: Sequence[int] | None,
+        *,
+        changes: bool,
+        is_ahead: bool = False,
+    ) -> Lease:
+        """The lease of a batch: the one that `prefetch` has taken, if its rows have room, or a new one."""
         ahead = self._ahead.get(layout)
-        if ahead is not None and ahead.ids is ids and ahead.offsets is offsets and ahead.batch_sizes == batch_sizes:
-            del self._ahead[layout]
-            # Ids that were written into the same tensors since then have other rows, and so have tables that were loaded.
-            is_same = ahead.versions == (ids._version, offsets._version)
-            if is_same and ahead.changes >= changes and ahead.lease.released_at is None:
-                return ahead.slots, ahead.lease
-        if ids.is_cpu and not values_are_trusted():
-            validate_offsets(offsets, ids.shape[0])
-        with torch.no_grad():
-            found = self.cache.staged(layout, ids, offsets, batch_sizes, changes=changes)
-        self._versions = self._found_versions()
-        return found
+        try:
+            with torch.no_grad():
+                if ahead is not None and ahead.ids is ids and ahead.offsets is offsets and ahead.batch_sizes == batch_sizes:
+                    del self._ahead[layout]
+                    # Ids that were written into the same tensors since then have other rows, and so have tables that were loaded.
+                    is_same = ahead.versions == (ids._version, offsets._version)
+                    if is_same and ahead.changes >= changes and self.cache.confirm(ahead.lease):
+                        return ahead.lease
+                if ids.is_cpu and not values_are_trusted():
+                    validate_offsets(offsets, ids.shape[0])
+                return self.cache.staged(layout, ids, offsets, batch_sizes, changes=changes, is_ahead=is_ahead)
+        finally:
+            # Rows of a lookup before may have moved, also where those of this one have no room.
+            self._versions = self._found_versions()
 
     def _refuse_what_is_not_seen(self, ids: Tensor, offsets: Tensor) -> None:
         if torch.compiler.is_exporting() or isinstance(ids, FakeTensor):

@@ -6,15 +6,15 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from jagged.modules.bag_collection import on_device
-from jagged.ops import BagLayout, BagOptimizer, claim_rows, exchange_rows, seat_rows, values_are_trusted
+from jagged.ops import BagLayout, BagOptimizer, SeatedRows, claim_rows, exchange_rows, seat_rows, values_are_trusted
 
 # Bytes on the device for each row of the tables: its slot, and how often it was looked up.
 BYTES_OF_ROW = 4 + 4
@@ -23,7 +23,7 @@ BYTES_OF_ROW = 4 + 4
 BYTES_OF_SLOT = 4 + 4 + 1 + 8
 # Counts are halved when so many lookups for each row of the tables have been counted since they last were.
 COUNTED_BEFORE_HALVING = 32
-# Lookups whose most misses say how many slots are kept for misses, and how many times as many are.
+# Lookups whose most misses say how many slots are kept for misses of one, and how many times as many are.
 WATCHED_LOOKUPS, ROOM = 16, 1.25
 
 
@@ -74,10 +74,27 @@ class Lease:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        # How often rows had moved when it was released; None: not yet.
+        # How many exchanges had been asked for when it was released; None: not yet; -1: its rows are not there.
         self.released_at: int | None = None
-        # When its rows are there, on a GPU.
+        # Each lookup's slot, until it is used, and when its rows are there, on a GPU.
+        self.slots: Tensor | None = None
         self.staged: torch.cuda.Event | None = None
+
+
+class _Staging:
+    """A lookup of which the device knows alone how many rows it misses, and whether all of them got slots."""
+
+    def __init__(self, lease: Lease, rows: Tensor, missed: Tensor, totals: Tensor, *, changes: bool) -> None:
+        # Nobody else may want its rows any longer.
+        self.lease = weakref.ref(lease)
+        self.rows, self.missed, self.totals, self.changes = rows, missed, totals, changes
+        # When that is decided, on a GPU, and which exchange it is.
+        self.decided: torch.cuda.Event | None = None
+        self.exchange = 0
+        # Once the host knows: how many lookups hit, rows of each pool that were missed, and the pools where they got no slots.
+        self.hits = 0
+        self.needed: list[int] = []
+        self.short: list[int] | None = None
 
 
 class _Features(NamedTuple):
@@ -85,14 +102,6 @@ class _Features(NamedTuple):
 
     slots: BagLayout
     of_features: Tensor
-
-
-class _Free(NamedTuple):
-    """Slots in the order in which they are given away, whose rows need not stay, and how many of these there are up to each."""
-
-    ring: Tensor
-    is_free: Tensor
-    order: Tensor
 
 
 class _Pool:
@@ -168,8 +177,8 @@ class RowCache:
 
     On a GPU there are two streams beside those of steps. On one it is decided which rows a batch misses and which slots they get;
     on the other rows come and go, after what used their slots before, and after nothing else that steps do. So the rows of a
-    batch can come while the device still works on the one before, and the host knows what a batch misses while rows are on
-    their way.
+    batch can come while the device still works on the one before. How many they are stays on the device, which gives no slots
+    where they are too few; the host reads it when the lookup is used, and then makes room.
 
     Args:
         layout: the tables.
@@ -202,7 +211,7 @@ class RowCache:
         self._map_stream: torch.cuda.Stream | None = None
         self._row_stream: torch.cuda.Stream | None = None
         if self.device.type == "cuda":
-            # The host waits for what is decided.
+            # Rows wait for what is decided, and so may the host.
             self._map_stream, self._row_stream = torch.cuda.Stream(self.device, priority=-1), torch.cuda.Stream(self.device)
         # By its number, when a lookup has read its rows, until the slots are waited for; and when the last update was made.
         self._read_at: dict[int, torch.cuda.Event] = {}
@@ -211,7 +220,12 @@ class RowCache:
         self._reached: list[Lease] = []
         self._number = 0
         self._since_move = 0
-        self._exchanges = 0
+        # How many exchanges were asked for, and the last of them that is known to have moved rows.
+        self._exchanges, self._last_exchange = 0, 0
+        # Whether lookups are made ahead, of what the host has not been told yet, and where it will be.
+        self._is_ahead = False
+        self._staging: _Staging | None = None
+        self._arrived = torch.empty(2 + 2 * len(self.pools), dtype=torch.int32, pin_memory=self.device.type == "cuda")
         self.is_changed = False
         self.reset_statistics()
         # Behind the last one there is one for what is none, of which nothing is asked.
@@ -220,9 +234,12 @@ class RowCache:
         self._row_of_slot = torch.empty(self._no_slot, dtype=torch.int32, device=self.device)
         self._used = torch.empty(self._no_slot + 1, dtype=torch.int32, device=self.device)
         self._is_dirty = torch.empty(self._no_slot + 1, dtype=torch.bool, device=self.device)
+        self._maps = [
+            (self._slot_of_row, self._row_of_slot[of.of_slots], self._used[of.of_slots], self._is_dirty[of.of_slots])
+            for of in self.pools
+        ]
         self._rings: list[Tensor] = []
         self._cursors: list[int] = []
-        self._free: list[_Free] = []
         self.forget()
         if self._map_stream is not None and self._row_stream is not None:
             # Whoever lets them go, they may still be read, and rows on their way.
@@ -263,16 +280,17 @@ class RowCache:
             yield
 
     @contextmanager
-    def _moving(self, *read: Tensor) -> Iterator[None]:
+    def _moving(self, *read: Tensor) -> Iterator[torch.cuda.Event | None]:
         """Work on the stream of rows that come and go, after what was decided; it reads some tensors of the other stream."""
         if self._map_stream is None or self._row_stream is None:
-            yield
+            yield None
             return
-        self._row_stream.wait_stream(self._map_stream)
+        decided = self._map_stream.record_event()
+        self._row_stream.wait_event(decided)
         for tensor in read:
             tensor.record_stream(self._row_stream)
         with torch.cuda.stream(self._row_stream):
-            yield
+            yield decided
 
     @contextmanager
     def _between_steps(self) -> Iterator[None]:
@@ -288,6 +306,8 @@ class RowCache:
 
     def forget(self) -> None:
         """Let every slot be empty, without writing anything back; counts stay."""
+        self._know()
+        self._staging = None
         with self._between_steps():
             self._forget()
 
@@ -325,42 +345,67 @@ class RowCache:
         return self._of_layouts[layout]
 
     def staged(
-        self, layout: BagLayout, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[int] | None, *, changes: bool
-    ) -> tuple[Tensor, Lease]:
-        """Bring the rows of a batch's lookups to the device and return each lookup's slot, `[S]` int32; -1 for an unknown id.
+        self,
+        layout: BagLayout,
+        ids: Tensor,
+        offsets: Tensor,
+        batch_sizes: Sequence[int] | None,
+        *,
+        changes: bool,
+        is_ahead: bool = False,
+    ) -> Lease:
+        """Bring the rows of a batch's lookups to the device.
 
         Waits once for the number of rows that are missed, which the device finds as soon as the current stream has the ids,
-        whatever rows are on their way.
+        whatever rows are on their way. A lookup ahead waits for nothing but such a number of one before that was not used.
 
         Args:
             layout, ids, offsets, batch_sizes: as `embedding_bags` takes them.
             changes: whether an update may change the rows.
+            is_ahead: leave it to `confirm` to find out whether all rows have room.
 
         Returns:
-            The slots, for `use`, and a lease: as long as anybody has it, and it is not released, the rows stay.
+            A lease, for `use`: as long as anybody has it, and it is not released, the rows stay.
 
         Raises:
             ValueError: there are fewer slots than rows that are needed at once; on a CPU ids out of range.
         """
+        self._settle()
+        self._is_ahead |= is_ahead
         self._number += 1
         lease = Lease(self._number)
+        if not ids.shape[0]:
+            lease.slots = ids.to(torch.int32)
+            return lease
         with self._deciding():
-            slots = self._staged(layout, ids, offsets, batch_sizes, changes=changes) if ids.shape[0] else ids.to(torch.int32)
-        if self._map_stream is not None and self._row_stream is not None:
+            self._stage(lease, layout, ids, offsets, batch_sizes, changes=changes)
+        self._leases.add(lease)
+        if self._map_stream is not None:
             for tensor in (ids, offsets):
                 tensor.record_stream(self._map_stream)
-            # Also of rows that came for others, and of the slots themselves.
-            self._row_stream.wait_stream(self._map_stream)
-            lease.staged = self._row_stream.record_event()
-        self._leases.add(lease)
-        return slots, lease
+        if not is_ahead and (refused := self._settle()) is not None:
+            raise ValueError(refused)
+        return lease
 
-    def use(self, slots: Tensor, lease: Lease) -> None:
-        """Let the current stream wait until the rows of a lookup are there."""
+    def confirm(self, lease: Lease) -> bool:
+        """Make room where a lookup ahead found too little, and tell whether its rows are on the device or on their way."""
+        if self._staging is not None and self._staging.lease() is lease:
+            self._settle()
+        return lease.released_at is None
+
+    def use(self, lease: Lease) -> Tensor:
+        """Let the current stream wait until the rows of a lookup are there.
+
+        Returns:
+            Each lookup's slot, `[S]` int32; -1 for an unknown id.
+        """
+        slots, lease.slots = lease.slots, None
+        assert slots is not None
         if lease.staged is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(lease.staged)
             slots.record_stream(stream)
+        return slots
 
     def used(self, lease: Lease) -> None:
         """Say that the current stream has been told all that reads the rows of a lookup, but for its backward pass."""
@@ -371,33 +416,88 @@ class RowCache:
         """Whether the next lookup, if no rows must stay for others, chooses the most frequent rows anew."""
         return self._since_move >= self.interval
 
-    def _staged(
-        self, layout: BagLayout, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[int] | None, *, changes: bool
-    ) -> Tensor:
+    def _stage(
+        self,
+        lease: Lease,
+        layout: BagLayout,
+        ids: Tensor,
+        offsets: Tensor,
+        batch_sizes: Sequence[int] | None,
+        *,
+        changes: bool,
+    ) -> None:
+        ends, of_features = self._ends(layout, ids, offsets, batch_sizes), self._features(layout).of_features
         if ids.is_cpu and not values_are_trusted():
-            _refuse_unknown(layout, ids, self._ends(layout, ids, offsets, batch_sizes))
+            _refuse_unknown(layout, ids, ends)
         if self.is_move_due() and self._oldest() == self._number:
             self._move()
         self._since_move += 1
-        ends, of_features = self._ends(layout, ids, offsets, batch_sizes), self._features(layout).of_features
+        self._counted += ids.shape[0]
+        self.is_changed |= changes
         maps = self._slot_of_row, self.counts, self._used, self._is_dirty
-        rows, missed, totals = claim_rows(
-            ids, ends, of_features, *maps, number=self._number, changes=changes, num_pools=len(self.pools)
-        )
-        missed, counts = self._missed(missed, totals)
+        found = claim_rows(ids, ends, of_features, *maps, number=self._number, changes=changes, num_pools=len(self.pools))
+        staging = _Staging(lease, *found, changes=changes)
+        self._bring(staging, lease, range(len(self.pools)))
+        self._staging = staging
+
+    def _bring(self, staging: _Staging, lease: Lease, pools: Sequence[int]) -> None:
+        """Give slots to the rows of some pools that a lookup misses, and let them come."""
+        self._exchanges += 1
+        staging.exchange = self._exchanges
+        oldest, own = self._oldest(), {"number": lease.number, "changes": staging.changes}
+        seats = [
+            self._seat(pool, self._rings[pool], staging.missed, staging.totals, pool, self._cursors[pool], oldest, **own)
+            for pool in pools
+        ]
+        lease.slots = self._slot_of_row.index_select(0, staging.rows)
+        self._arrived.copy_(staging.totals, non_blocking=True)
         self._wait_for_users()
-        for pool, of_pool, count in zip(self.pools, missed.split(counts), counts, strict=True):
+        staging.decided = self._exchange(dict(zip(pools, seats, strict=True)), staging.totals)
+        if self._row_stream is not None:
+            # Also rows that came for others.
+            lease.staged = self._row_stream.record_event()
+
+    def _know(self) -> None:
+        """Wait until the host has been told what the last lookup missed, and take account of it."""
+        staging = self._staging
+        if staging is None or staging.short is not None:
+            return
+        if staging.decided is not None:
+            staging.decided.synchronize()
+        numbers: list[int] = self._arrived.tolist()
+        count = len(self.pools)
+        staging.hits, staging.needed, seated = numbers[1], numbers[2 : 2 + count], numbers[2 + count :]
+        staging.short = [pool for pool in range(count) if seated[pool] != staging.needed[pool]]
+        self._account(staging, [pool for pool in range(count) if pool not in staging.short])
+
+    def _account(self, staging: _Staging, pools: Sequence[int]) -> None:
+        """Take account of pools whose missed rows have got slots; of the lookup itself when there are no others."""
+        for number in pools:
+            pool, count = self.pools[number], staging.needed[number]
             pool.last_misses.append(count)
             if count:
-                number = self.pools.index(pool)
-                self._swap(pool, self._free[number], of_pool, changes=changes)
                 self._cursors[number] = (self._cursors[number] + count) % self._rings[number].shape[0]
-        self._free = []
-        self._counted += ids.shape[0]
-        self._lookups += ids.shape[0]
-        self._hits += totals[1]
-        self.is_changed |= changes
-        return self._slot_of_row.index_select(0, rows)
+                self._read[number] += count
+                self._last_exchange = staging.exchange
+        if not staging.short:
+            self._lookups += staging.rows.shape[0]
+            self._hits += staging.hits
+
+    def _settle(self) -> str | None:
+        """Make room for the rows of the last lookup that got no slots, if anybody still wants them; say why there is none."""
+        self._know()
+        staging, self._staging = self._staging, None
+        if staging is None or not staging.short or (lease := staging.lease()) is None:
+            return None
+        with nullcontext() if self._map_stream is None else torch.cuda.stream(self._map_stream):
+            for number in staging.short:
+                if (refused := self._make_room(number, staging.needed[number])) is not None:
+                    lease.released_at, lease.slots = -1, None
+                    return refused
+            short, staging.short = staging.short, []
+            self._bring(staging, lease, short)
+        self._account(staging, short)
+        return None
 
     def _ends(self, layout: BagLayout, ids: Tensor, offsets: Tensor, batch_sizes: Sequence[int] | None) -> Tensor:
         """Where each feature's ids end, `[F]`."""
@@ -414,24 +514,21 @@ class RowCache:
         held = (lease.number for lease in (*self._leases, *self._reached) if lease.released_at is None)
         return min(held, default=self._number)
 
-    def _missed(self, listed: Tensor, totals: Tensor) -> tuple[Tensor, list[int]]:
-        """The rows that are missed, in order, and how many of each pool; each pool has as many slots to give away."""
-        # Launched before the device is waited for, so that it has less to wait for afterwards.
-        self._free = [self._free_of(pool) for pool in self.pools]
-        numbers: list[int] = torch.cat([totals, *(free.order[-1:] for free in self._free)]).tolist()
-        counts, of_rings = numbers[2 : 2 + len(self.pools)], numbers[2 + len(self.pools) :]
-        # Whatever the order in which they were listed, slots are given in that of the rows.
-        missed = listed[: numbers[0]].sort().values.long()
-        for number, (needed, free_slots) in enumerate(zip(counts, of_rings, strict=True)):
-            if needed > free_slots and (found := self._widen(number, needed - free_slots)) < needed - free_slots:
-                pool = self.pools[number]
-                self._slot_of_row[missed] = -1
-                raise ValueError(
-                    f"cache_bytes: expected room for {needed:,} more rows of width {pool.width}, which a batch misses, got "
-                    f"{free_slots + found:,} of {pool.slots:,} slots: others have rows that the batch needs, too, or lookups "
-                    "whose backward has not run; give more bytes, or smaller batches"
-                )
-        return missed, counts
+    def _make_room(self, number: int, needed: int) -> str | None:
+        """Let a pool have as many slots to give away as are needed, or return why it has not."""
+        pool = self.pools[number]
+        free_slots = int((self._used[pool.of_slots][self._rings[number]] < self._oldest()).sum())
+        if needed <= free_slots:
+            return None
+        # More than are needed, so that the next lookups, which may miss a few rows more, need not wait for room.
+        found = self._widen(number, math.ceil(ROOM * needed) - free_slots)
+        if needed <= free_slots + found:
+            return None
+        return (
+            f"cache_bytes: expected room for {needed:,} more rows of width {pool.width}, which a batch misses, got "
+            f"{free_slots + found:,} of {pool.slots:,} slots: others have rows that the batch needs, too, or lookups "
+            "whose backward has not run; give more bytes, or smaller batches"
+        )
 
     def _widen(self, number: int, needed: int) -> int:
         """Put slots of the least frequent rows into a ring, as many as are needed or can be, and return how many."""
@@ -444,32 +541,30 @@ class RowCache:
         # The cursor comes to them next.
         cursor = self._cursors[number]
         self._rings[number] = torch.cat([ring[:cursor], slots, ring[cursor:]])
-        self._free[number] = self._free_of(pool)
         return slots.shape[0]
 
-    def _free_of(self, pool: _Pool) -> _Free:
-        """A pool's ring from the cursor on."""
-        number = self.pools.index(pool)
-        ring = self._rings[number].roll(-self._cursors[number])
-        is_free = self._used[pool.of_slots][ring] < self._oldest()
-        return _Free(ring, is_free, is_free.cumsum(0, dtype=torch.int32))
-
-    def _swap(self, pool: _Pool, free: _Free, coming: Tensor, *, changes: bool) -> None:
-        """Write the changed rows of the first free slots back, and read others into them, which may be changed."""
-        number, of_slots = self.pools.index(pool), pool.of_slots
-        maps = self._slot_of_row, self._row_of_slot[of_slots], self._used[of_slots], self._is_dirty[of_slots]
-        seated = seat_rows(
-            *free, coming, self._tables[number], *maps, self._written[number],
-            number=self._number, changes=changes, width=pool.width, line=pool.line,
+    def _seat(
+        self, place: int, ring: Tensor, coming: Tensor, totals: Tensor, pool: int, cursor: int, oldest: int, **own: Any
+    ) -> SeatedRows:
+        """Give slots of the pool at a place to rows that come: of those of `pool` in the totals."""
+        of = self.pools[place]
+        return seat_rows(
+            ring, coming, totals, self._tables[place], *self._maps[place], self._written[place],
+            pool=pool, cursor=cursor, oldest=oldest, **own, width=of.width, line=of.line,
         )  # fmt: skip
-        with self._moving(*seated):
-            for cached, host, is_by_element in self._copied[number]:
-                if is_by_element:
-                    exchange_rows(cached, host, seated.slots, seated.leaving_lines, seated.coming_lines)
-                else:
-                    exchange_rows(cached, host, seated.slots, seated.leaving_rows, seated.coming_rows)
-        self._exchanges += 1
-        self._read[number] += coming.shape[0]
+
+    def _exchange(self, seats: dict[int, SeatedRows], totals: Tensor) -> torch.cuda.Event | None:
+        """Write the changed rows of slots that were given away back, and read others into them; return when it may begin."""
+        # All that a pool's exchange reads is one piece of memory, but for how many rows there are.
+        with self._moving(totals, *(seated.slots for seated in seats.values())) as decided:
+            for number, seated in seats.items():
+                for cached, host, is_by_element in self._copied[number]:
+                    if is_by_element:
+                        leaving, coming = seated.leaving_lines, seated.coming_lines
+                    else:
+                        leaving, coming = seated.leaving_rows, seated.coming_rows
+                    exchange_rows(cached, host, seated.slots, leaving, coming, num_rows=seated.num_rows)
+        return decided
 
     def _wait_for_users(self) -> None:
         """Let rows leave when the lookups that need not keep them have read them, and updates are made."""
@@ -483,13 +578,16 @@ class RowCache:
 
     def move(self) -> None:
         """Make the most frequent rows the ones that stay, all slots but those of the ring; between steps."""
+        self._settle()
         with self._between_steps():
             self._move()
 
     def _move(self) -> None:
         self._wait_for_users()
         for number, pool in enumerate(self.pools):
-            room = min(pool.slots, max(1, math.ceil(ROOM * max(pool.last_misses, default=0))))
+            # Where lookups are ahead, the rows of two have to have room.
+            room = ROOM * (1 + self._is_ahead) * max(pool.last_misses, default=0)
+            room = min(pool.slots, max(1, math.ceil(room)))
             slots = self._slot_of_row[pool.of_rows]
             stay = most_frequent(self.counts[pool.of_rows], slots >= 0, pool.slots - room)
             coming = (stay & (slots < 0)).nonzero()[:, 0] + pool.first
@@ -499,9 +597,15 @@ class RowCache:
             others = others[self._used[pool.of_slots][others].argsort(stable=True)]
             given, self._rings[number] = others.split([coming.shape[0], others.shape[0] - coming.shape[0]])
             self._cursors[number] = 0
-            if coming.shape[0]:
-                order = torch.arange(1, coming.shape[0] + 1, dtype=torch.int32, device=self.device)
-                self._swap(pool, _Free(given, order > 0, order), coming, changes=False)
+            if count := coming.shape[0]:
+                self._exchanges += 1
+                self._last_exchange = self._exchanges
+                self._read[number] += count
+                totals = torch.full((4,), count, dtype=torch.int32, device=self.device)
+                # All of them are free.
+                oldest = self._number + 1
+                seated = self._seat(number, given, coming.int(), totals, 0, 0, oldest, number=self._number, changes=False)
+                self._exchange({number: seated}, totals)
         if self._counted >= COUNTED_BEFORE_HALVING * self.rows:
             self.counts.bitwise_right_shift_(1)
             self._counted = 0
@@ -542,7 +646,9 @@ class RowCache:
         Raises:
             RuntimeError: rows have moved since they were released.
         """
-        if lease.released_at not in (None, self._exchanges):
+        if lease.released_at is not None:
+            self._know()
+        if lease.released_at is not None and lease.released_at < self._last_exchange:
             raise RuntimeError(
                 "embedding tables: rows of this lookup may have left the device since an update for it was made, or since tables "
                 "were loaded; call backward of a lookup once, before the next batch is looked up"
@@ -560,6 +666,7 @@ class RowCache:
 
     def statistics(self) -> CacheStatistics:
         """What happened since `reset_statistics`; waits for the device."""
+        self._know()
         if self._map_stream is not None:
             self._map_stream.synchronize()
         costs = dict(zip(self.layout.widths, bytes_by_row(self.layout, self.weights.element_size(), self.optimizer), strict=True))
@@ -568,16 +675,16 @@ class RowCache:
             sum(count * costs[pool.width] for count, pool in zip(counts, self.pools, strict=True))
             for counts in (self._read, written)
         )
-        counted = self._lookups, int(self._hits), sum(self._read), sum(written), read_bytes, written_bytes, self._moves
+        counted = self._lookups, self._hits, sum(self._read), sum(written), read_bytes, written_bytes, self._moves
         return CacheStatistics(*counted)
 
     def reset_statistics(self) -> None:
         """Begin to count anew."""
-        self._lookups, self._moves = 0, 0
+        self._know()
+        self._lookups, self._hits, self._moves = 0, 0, 0
         self._read = [0] * len(self.pools)
         with self._between_steps():
-            self._hits = torch.zeros((), dtype=torch.int64, device=self.device)
-            self._written = [torch.zeros_like(self._hits) for _ in self.pools]
+            self._written = [torch.zeros((), dtype=torch.int64, device=self.device) for _ in self.pools]
 
     def forecast(self) -> CacheForecast:
         """What the tables take."""

@@ -10,11 +10,13 @@ from jagged.ops.host_rows.spec import Claiming, Claims, Inputs, Nothing, Options
 
 def exchange(x: Inputs, o: Options) -> Nothing:
     """Copy the rows that leave to the table, then those that come to their slots."""
-    leaves, comes = x.leaving >= 0, x.coming >= 0
-    given = x.cached[x.slots[leaves]].view(-1, x.table.shape[1])
-    x.table[_lines(x, x.leaving[leaves])] = given.to(x.table.device)
-    taken = x.table[_lines(x, x.coming[comes])].view(-1, x.cached.shape[1])
-    x.cached[x.slots[comes]] = taken.to(x.cached.device)
+    count = None if x.num_rows is None else int(x.num_rows)
+    slots, leaving, coming = x.slots[:count], x.leaving[:count], x.coming[:count]
+    leaves, comes = leaving >= 0, coming >= 0
+    given = x.cached[slots[leaves]].view(-1, x.table.shape[1])
+    x.table[_lines(x, leaving[leaves])] = given.to(x.table.device)
+    taken = x.table[_lines(x, coming[comes])].view(-1, x.cached.shape[1])
+    x.cached[slots[comes]] = taken.to(x.cached.device)
     return Nothing()
 
 
@@ -40,31 +42,35 @@ def claim(x: Claims, o: Claiming) -> Nothing:
     x.used[used] = o.number
     if o.changes:
         x.is_dirty[used] = True
+    # In order.
     missed = rows[is_missed].unique()
-    x.slot_of_row[missed] = -2
     x.missed[: missed.shape[0]] = missed.int()
     # One lookup speaks for each row.
     speaks = torch.zeros_like(x.slot_of_row).scatter_(0, rows[is_missed], pool[is_missed].int())[missed]
-    x.totals[0], x.totals[1] = missed.shape[0], is_hit.sum()
-    x.totals[2:] = speaks.bincount(minlength=x.totals.shape[0] - 2)
+    x.found[0], x.found[1] = missed.shape[0], is_hit.sum()
+    x.found[2 : 2 + o.num_pools] = speaks.bincount(minlength=o.num_pools)
     return Nothing()
 
 
 def seat(x: Seats, o: Seating) -> Nothing:
-    """Give the first free slots to the rows that come."""
-    slots = x.ring[x.is_free & (x.order <= x.coming.shape[0])]
-    old = x.row_of_slot[slots].long()
+    """Give the first free slots to the rows that come, if there are enough."""
+    totals: list[int] = x.totals.tolist()
+    num_pools, needed = len(totals) // 2 - 1, totals[2 + o.pool]
+    begin = sum(totals[2 : 2 + o.pool])
+    ring = x.ring.roll(-o.cursor)
+    slots = ring[x.used[ring] < o.oldest][:needed]
+    fits = slots.shape[0] == needed
+    x.totals[2 + num_pools + o.pool] = needed if fits else 0
+    if not fits:
+        return Nothing()
+    coming, old = x.coming[begin : begin + needed].long(), x.row_of_slot[slots].long()
     leaves = x.is_dirty[slots] & (old >= 0)
-    x.slots.copy_(slots)
-    for rows, lines, numbers in ((old, x.leaving_lines, x.leaving_rows), (x.coming, x.coming_lines, x.coming_rows)):
-        of_lines, of_rows = begins(x.tables, rows, o.width, o.line)
-        lines.copy_(of_lines)
-        numbers.copy_(of_rows)
-    x.leaving_lines.masked_fill_(~leaves, -1)
-    x.leaving_rows.masked_fill_(~leaves, -1)
+    leaving = [of.masked_fill(~leaves, -1) for of in begins(x.tables, old, o.width, o.line)]
+    lines, rows = begins(x.tables, coming, o.width, o.line)
+    x.seated[:, :needed] = torch.stack([slots, leaving[0], lines, leaving[1], rows])
     x.slot_of_row[old[old >= 0]] = -1
-    x.slot_of_row[x.coming] = slots.to(x.slot_of_row.dtype)
-    x.row_of_slot[slots] = x.coming.to(x.row_of_slot.dtype)
+    x.slot_of_row[coming] = slots.to(x.slot_of_row.dtype)
+    x.row_of_slot[slots] = coming.to(x.row_of_slot.dtype)
     x.used[slots] = o.number
     x.is_dirty[slots] = o.changes
     x.written.add_(leaves.sum())

@@ -338,6 +338,143 @@ def test_a_prefetch_without_room_is_left_to_forward(place: Place) -> None:
     same_tables(cached, whole)
 
 
+def short_of_room(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any, KeyedJaggedTensor, Any, list[int]]:
+    """Collections, of which one keeps most of its slots for frequent rows; a batch for which too few are given away beside those
+    of a loss that is still to be differentiated; and how many slots the cache was asked for."""
+    whole, cached = pair(lambda: sequences(300)[:1], share=0.25, interval=100)
+    (cache,) = (of.cache for of in cached._cached)
+    frequent = cache.pools[0].slots - 10
+    for collection in (whole, cached):
+        step(collection, ids_of(range(frequent)))
+    # The last misses say how many slots are given away.
+    cache.pools[0].last_misses.clear()
+    cache.pools[0].last_misses.append(8)
+    cache.move()
+    asked, make_room = [], RowCache._make_room
+
+    def made_room(of: RowCache, number: int, needed: int) -> str | None:
+        asked.append(needed)
+        return make_room(of, number, needed)
+
+    monkeypatch.setattr(RowCache, "_make_room", made_room)
+    losses = [loss_of(collection(ids_of(range(200, 206)))) for collection in (whole, cached)]
+    cached.prefetch(batch := ids_of([1, 2, *range(210, 230), 3]))
+    assert not asked
+    return whole, cached, batch, losses, asked
+
+
+def test_rows_without_room_ahead_come_with_the_lookup(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, cached, batch, losses, asked = short_of_room(monkeypatch)
+    before = cached.cache_statistics()
+    assert not asked
+    for loss in losses:
+        loss.backward()
+    monkeypatch.setattr(RowCache, "staged", None)
+    for found, expected in zip(values_of(step(cached, batch)), values_of(step(whole, batch)), strict=True):
+        same(found, expected)
+    assert asked == [20]
+    after = cached.cache_statistics()
+    assert (after.lookups, after.hits, after.rows_read) == (before.lookups + 23, before.hits + 3, before.rows_read + 20)
+    same_tables(cached, whole)
+
+
+@pytest.mark.parametrize("way", ["another prefetch", "write_back", "load", "another lookup"])
+def test_rows_without_room_ahead_that_nobody_wants(place: Place, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """Only where the lookup may still come is room made for them."""
+    whole, cached, _, losses, asked = short_of_room(monkeypatch)
+    lookups = cached.cache_statistics().lookups
+    following = ids_of([4, 5, 231])
+    if way == "another prefetch":
+        cached.prefetch(following)
+    elif way == "write_back":
+        cached.write_back()
+    for loss in losses:
+        loss.backward()
+    if way == "load":
+        cached.load_state_dict(whole.state_dict())
+    for collection in (whole, cached):
+        step(collection, following)
+    assert (20 in asked) == (way == "another lookup")
+    assert cached.cache_statistics().lookups == lookups + 3 + 23 * (way == "another lookup")
+    same_tables(cached, whole)
+
+
+def test_backward_again_beside_rows_that_come(place: Place) -> None:
+    """Rows of a lookup stay where they are while the next batch's come, also those whose update has been made."""
+    whole, cached = pair(lambda: sequences()[:1], share=0.5)
+    for collection in (whole, cached):
+        loss = loss_of(collection(ids_of(range(10))))
+        collection.prefetch(ids_of(range(10, 20)))
+        loss.backward(retain_graph=True)
+        loss.backward()
+    same_tables(cached, whole)
+
+
+def in_order() -> list[EmbeddingBagConfig]:
+    """Three widths, read by the features of a batch as they come: to select some of them may wait for the device."""
+    of = zip(KEYS, (6, 8, 3), strict=True)
+    return [EmbeddingBagConfig(name=key, embedding_dim=width, num_embeddings=120, feature_names=[key]) for key, width in of]
+
+
+@given(
+    st.sampled_from([sequences, bags, in_order]), st.floats(0.3, 0.5), st.integers(1, 5),
+    st.lists(st.tuples(seeds(), st.sampled_from(["ahead", "train", "evaluate", "statistics", "write"])), min_size=4, max_size=16),
+)  # fmt: skip
+def test_any_order_short_of_room(place: Place, make: Any, share: float, interval: int, steps: list[tuple[int, str]]) -> None:
+    """As if no move knew that two batches need room at once. A batch without any is refused, and nothing is lost by it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowCache, "_is_ahead", property(lambda cache: False, lambda cache, value: None), raising=False)
+        whole, cached = pair(make, share=share, interval=interval)
+        waiting: KeyedJaggedTensor | None = None
+        for seed, what in steps:
+            features = zipf(seed, samples=2) if waiting is None or what == "evaluate" else waiting
+            try:
+                if what == "write":
+                    cached.write_back()
+                elif what == "statistics":
+                    statistics = cached.cache_statistics()
+                    assert 0 <= statistics.hits <= statistics.lookups
+                elif what == "evaluate":
+                    with torch.no_grad():
+                        for found, expected in zip(values_of(cached(features)), values_of(whole(features)), strict=True):
+                            same(found, expected)
+                else:
+                    output, waiting = cached(features), None
+                    if what == "ahead":
+                        cached.prefetch(waiting := zipf(seed + 1, samples=2))
+                    loss_of(output).backward()
+                    step(whole, features)
+            except ValueError as error:
+                if "expected room for" not in str(error):
+                    raise
+                waiting = None
+        same_tables(cached, whole)
+        for cache in (of.cache for of in cached._cached):
+            cache._settle()
+            for pool in cache.pools:
+                slots, rows = cache._slot_of_row[pool.of_rows].long(), cache._row_of_slot[pool.of_slots].long()
+                seated = (slots >= 0).nonzero()[:, 0]
+                assert torch.equal(rows[slots[seated]], seated + pool.first)
+                assert (rows >= 0).sum() == seated.shape[0]
+
+
+@pytest.mark.gpu
+def test_a_prefetch_waits_for_nothing() -> None:
+    whole, cached = pair(in_order, "adam", share=0.8, interval=100)
+    batches = [zipf(seed) for seed in range(8)]
+    for number, (features, following) in enumerate(itertools.pairwise(batches)):
+        output = cached(features)
+        # Kernels are compiled before.
+        torch.cuda.set_sync_debug_mode("error" if number > 2 else "default")
+        try:
+            cached.prefetch(following)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        loss_of(output).backward()
+        step(whole, features)
+    same_tables(cached, whole)
+
+
 def test_forward_says_what_is_wrong_with_a_prefetched_batch(place: Place) -> None:
     _, cached = pair(lambda: sequences()[:1], share=0.25)
     wrong = KeyedJaggedTensor(["x"], torch.tensor([1], device=PLACE.device), lengths=torch.tensor([1], device=PLACE.device))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -34,11 +35,40 @@ class Clock(Counter[str]):
             self[name] = max(self[name], count)
 
 
+class Event(Clock):
+    """What comes before it; the host may wait for it."""
+
+    def __init__(self, streams: Streams, clock: Clock) -> None:
+        super().__init__(clock)
+        self.streams = streams
+
+    def synchronize(self) -> None:
+        self.streams.waits += 1
+        self.streams.ahead += self["rows"] < self.streams.asked
+        self.streams.host.merge(self)
+
+
+class Told:
+    """What the host is told, which it may read once it has waited for the copy."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+
+    def copy_(self, numbers: Tensor, non_blocking: bool) -> None:
+        assert non_blocking
+        self.stream, self.clock, self.numbers = self.streams.current.name, self.streams.current.begin(), numbers.tolist()
+
+    def tolist(self) -> list[int]:
+        if self.streams.host[self.stream] < self.clock[self.stream]:
+            self.streams.early.append(("copy", "read", set()))
+        return self.numbers
+
+
 class Stream:
     """Tells which operations come before those that it is given next."""
 
-    def __init__(self, name: str, host: Clock) -> None:
-        self.name, self.clock, self.host = name, Clock(), host
+    def __init__(self, name: str, streams: Streams) -> None:
+        self.name, self.clock, self.streams = name, Clock(), streams
 
     def wait_event(self, event: Clock) -> None:
         self.clock.merge(event)
@@ -46,15 +76,15 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.clock.merge(other.clock)
 
-    def record_event(self) -> Clock:
-        return Clock(self.clock)
+    def record_event(self) -> Event:
+        return Event(self.streams, self.clock)
 
     def synchronize(self) -> None:
-        self.host.merge(self.clock)
+        self.record_event().synchronize()
 
     def begin(self) -> Clock:
         """The clock of a next operation."""
-        self.clock.merge(self.host)
+        self.clock.merge(self.streams.host)
         self.clock[self.name] += 1
         return Clock(self.clock)
 
@@ -64,47 +94,47 @@ class Streams:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.host = Clock()
-        self.main, self.copies, self.maps, self.rows = (Stream(name, self.host) for name in ("main", "copies", "maps", "rows"))
+        self.main, self.copies, self.maps, self.rows = (Stream(name, self) for name in ("main", "copies", "maps", "rows"))
         self.current = self.main
         self.done: list[tuple[str, str, Clock, set[int], bool]] = []
-        # How many exchanges do not come after all that the stream of steps was given, and how often the host knew what a batch
-        # misses before all rows of earlier ones had come.
-        self.beside, self.ahead = 0, 0
-        self.slots: dict[Lease, Tensor] = {}
+        # How many exchanges do not come after all that the stream of steps was given, how often the host waited, and how often
+        # it knew what a batch misses before all rows of earlier ones had come, of which this was the last.
+        self.beside, self.waits, self.ahead, self.asked = 0, 0, 0, 0
+        # How often it had to make room.
+        self.short = 0
+        self.slots: weakref.WeakKeyDictionary[Lease, Tensor] = weakref.WeakKeyDictionary()
         # When slots were given away, and exchanges that may come before.
         self.seats: list[tuple[str, Clock, Tensor]] = []
         self.early: list[tuple[str, str, set[int]]] = []
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         patch.setattr(torch.cuda, "stream", self.on)
         patch.setattr(Tensor, "record_stream", lambda tensor, stream: None)
-        use, release, missed = RowCache.use, RowCache.release, RowCache._missed
+        use, release, make_room = RowCache.use, RowCache.release, RowCache._make_room
         seat, exchange = row_cache.seat_rows, row_cache.exchange_rows
 
-        def read(cache: RowCache, slots: Tensor, lease: Lease) -> None:
-            use(cache, slots, lease)
-            self.slots[lease] = slots
+        def read(cache: RowCache, lease: Lease) -> Tensor:
+            slots = self.slots[lease] = use(cache, lease)
             self.note("lookup", slots, changes=False)
+            return slots
 
         def update(cache: RowCache) -> None:
             for lease in cache._reached:
                 self.note("update", self.slots[lease], changes=True)
             release(cache)
 
-        def waited(cache: RowCache, *given: Any) -> Any:
-            found = missed(cache, *given)
-            # For the number of rows that are missed.
-            self.current.synchronize()
-            self.ahead += self.host["rows"] < self.rows.clock["rows"]
-            return found
+        def made_room(cache: RowCache, *given: Any) -> str | None:
+            self.short += 1
+            return make_room(cache, *given)
 
         def seated(*given: Any, **named: Any) -> Any:
             found = seat(*given, **named)
+            self.asked = self.rows.clock["rows"]
             self.seats.append((self.current.name, self.current.begin(), found.slots))
             return found
 
-        def exchanged(cached: Tensor, host: Tensor, slots: Tensor, *given: Any) -> None:
-            exchange(cached, host, slots, *given)
-            self.note("exchange", slots, changes=True)
+        def exchanged(cached: Tensor, host: Tensor, slots: Tensor, *given: Any, num_rows: Tensor | None = None) -> None:
+            exchange(cached, host, slots, *given, num_rows=num_rows)
+            self.note("exchange", slots[: None if num_rows is None else int(num_rows)], changes=True)
             self.early += [
                 ("seat", "exchange", set(slots.tolist()))
                 for stream, clock, of in self.seats
@@ -114,7 +144,7 @@ class Streams:
 
         patch.setattr(RowCache, "use", read)
         patch.setattr(RowCache, "release", update)
-        patch.setattr(RowCache, "_missed", waited)
+        patch.setattr(RowCache, "_make_room", made_room)
         patch.setattr(row_cache, "seat_rows", seated)
         patch.setattr(row_cache, "exchange_rows", exchanged)
 
@@ -126,6 +156,15 @@ class Streams:
 
     def note(self, what: str, slots: Tensor, *, changes: bool) -> None:
         self.done.append((what, self.current.name, self.current.begin(), set(slots.tolist()) - {-1}, changes))
+
+    def prefetch(self, cached: Any, features: KeyedJaggedTensor) -> None:
+        """For which the host waits for nothing, but to know of a lookup before that was not used."""
+        (storage,) = cached._cached
+        staging, waits = storage.cache._staging, self.waits
+        is_known = staging is None or staging.short is not None
+        with self.on(self.copies):
+            cached.prefetch(features)
+        assert self.waits == waits or not is_known
 
     def races(self) -> list[tuple[str, str, set[int]]]:
         """Pairs of operations, the one that was asked for first and the other, and the slots."""
@@ -145,6 +184,7 @@ def tables_and_streams(patch: pytest.MonkeyPatch, share: float = 0.5, interval: 
     whole, cached = pair(lambda: sequences()[:1], "adagrad", share, interval)
     (storage,) = cached._cached
     storage.cache._map_stream, storage.cache._row_stream = streams.maps, streams.rows
+    storage.cache._arrived = Told(streams)
     return whole, cached, streams
 
 
@@ -163,8 +203,7 @@ def test_slots_are_read_and_changed_in_order(place: Place, interval: int, share:
         for seed, what in steps:
             features = some(seed)
             if what == "prefetch":
-                with streams.on(streams.copies):
-                    cached.prefetch(waiting := features)
+                streams.prefetch(cached, waiting := features)
             elif what == "write":
                 cached.write_back()
             elif what == "evaluate":
@@ -176,22 +215,20 @@ def test_slots_are_read_and_changed_in_order(place: Place, interval: int, share:
                 features = waiting if waiting is not None else features
                 output, waiting = cached(features), None
                 if what == "train ahead":
-                    with streams.on(streams.copies):
-                        cached.prefetch(waiting := some(seed + 1))
+                    streams.prefetch(cached, waiting := some(seed + 1))
                 loss_of(output).backward()
                 step(whole, features)
         assert not streams.races()
         same_tables(cached, whole)
 
 
-def train_ahead(patch: pytest.MonkeyPatch) -> Streams:
-    # Few slots, of which none are kept for frequent rows, so that they are soon given away again.
-    _, cached, streams = tables_and_streams(patch, share=0.25, interval=100)
+def train_ahead(patch: pytest.MonkeyPatch, share: float = 0.25, interval: int = 100) -> Streams:
+    # Few slots, of which none are kept for frequent rows before the first move, so that they are soon given away again.
+    _, cached, streams = tables_and_streams(patch, share, interval)
     batches = [zipf(seed, samples=2, rows=120) for seed in range(40)]
     for features, following in itertools.pairwise(batches):
         output = cached(features)
-        with streams.on(streams.copies):
-            cached.prefetch(following)
+        streams.prefetch(cached, following)
         loss_of(output).backward()
     return streams
 
@@ -202,13 +239,18 @@ def test_a_row_that_leaves_too_early_is_seen(place: Place, monkeypatch: pytest.M
 
 
 def test_a_row_that_comes_too_late_is_seen(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RowCache, "use", lambda cache, slots, lease: None)
+    monkeypatch.setattr(RowCache, "use", lambda cache, lease: lease.slots)
     assert ("exchange", "lookup") in {(early, late) for early, late, _ in train_ahead(monkeypatch).races()}
 
 
 def test_an_exchange_before_its_slots_are_known_is_seen(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RowCache, "_moving", lambda cache, *read: torch.cuda.stream(cache._row_stream))
     assert ("seat", "exchange") in {(early, late) for early, late, _ in train_ahead(monkeypatch).races()}
+
+
+def test_a_number_that_is_read_too_early_is_seen(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Event, "synchronize", lambda event: None)
+    assert ("copy", "read") in {(early, late) for early, late, _ in train_ahead(monkeypatch).races()}
 
 
 def test_rows_come_beside_a_step(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,3 +260,35 @@ def test_rows_come_beside_a_step(place: Place, monkeypatch: pytest.MonkeyPatch) 
     assert [what for what, *_ in streams.done].count("update") == 39
     assert streams.beside > 20
     assert streams.ahead > 20
+    assert streams.short == 0
+
+
+def train_short_of_room(patch: pytest.MonkeyPatch) -> Streams:
+    """Most slots are kept for frequent rows, as if no move knew that two batches need room at once."""
+    patch.setattr(RowCache, "_is_ahead", property(lambda cache: False, lambda cache, value: None), raising=False)
+    return train_ahead(patch, 0.2, 3)
+
+
+def test_room_is_made_when_a_batch_is_looked_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For rows that got no slots ahead."""
+    streams = train_short_of_room(monkeypatch)
+    assert not streams.races()
+    assert streams.short > 1
+
+
+def test_room_that_is_made_too_early_is_seen(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = RowCache._wait_for_users
+
+    def made_room(cache: RowCache, *given: Any) -> str | None:
+        monkeypatch.setattr(RowCache, "_wait_for_users", lambda cache: None)
+        return make_room(cache, *given)
+
+    def staged(cache: RowCache, *given: Any, **named: Any) -> Lease:
+        monkeypatch.setattr(RowCache, "_wait_for_users", waited)
+        return stage(cache, *given, **named)
+
+    make_room, stage = RowCache._make_room, RowCache.staged
+    monkeypatch.setattr(RowCache, "_make_room", made_room)
+    monkeypatch.setattr(RowCache, "staged", staged)
+    races = train_short_of_room(monkeypatch).races()
+    assert ("update", "exchange") in {(early, late) for early, late, _ in races}

@@ -374,15 +374,15 @@ def host_rows(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
         of_features[:, 1] = batch.total
         rows = ids.int()
         if batch.batch_size:
-            rows, _, _ = claim_rows(
+            rows, missed, totals = claim_rows(
                 ids, batch.offsets[1:], of_features, slot_of_row, slot_of_row[1:].clone(), used, is_dirty,
                 number=1, changes=True, backend=PLACE.backend,
             )  # fmt: skip
             if batch.total:
                 written = torch.zeros((), dtype=torch.int64, device=PLACE.device)
                 seat_rows(
-                    slots, slots >= 0, slots.int() + 1, slots.flip(0), of_features[0, :3, None] * 0, slot_of_row,
-                    torch.full_like(used, -1), used, is_dirty, written, number=2, changes=True, width=width, line=1,
+                    slots, missed, totals, of_features[0, :3, None] * 0, slot_of_row, torch.full_like(used, -1), used, is_dirty,
+                    written, pool=0, cursor=batch.total // 2, oldest=1, number=2, changes=True, width=width, line=1,
                     backend=PLACE.backend,
                 )  # fmt: skip
         # Every third slot keeps its rows, every second row is not written back.
@@ -390,7 +390,7 @@ def host_rows(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
         exchange_rows(
             cached, table, slots.flip(0), torch.where(slots % 2 > 0, slots + batch.total, -1), coming, backend=PLACE.backend
         )
-        return [cached, rows]
+        return [cached, rows, slot_of_row]
 
     return Step(forward, _leaves(dtype, (batch.total, width)), is_differentiable=False)
 

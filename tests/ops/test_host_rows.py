@@ -91,6 +91,7 @@ def test_what_was_read_before_is_seen_to_have_changed(place: Place) -> None:
             "table: expected adjacent rows, got stride [1, 3]; pass a contiguous tensor",
         ),
         ({"coming": torch.zeros(2, dtype=torch.int64)}, "coming: expected one for each of the 1 slots, got 2"),
+        ({"num_rows": torch.zeros(2, dtype=torch.int32)}, "num_rows: expected shape [1], got [2]"),
         ({"table": torch.zeros(3, 4, device="meta")}, "table: expected rows in the host's memory, got meta"),
     ],
 )
@@ -119,7 +120,7 @@ def test_rows_are_found_counted_and_claimed(
     ids = torch.randint(-1, 8, (lookups,), generator=generator)
     ends = torch.randint(lookups + 1, (features,), generator=generator).sort().values
     ends[-1] = lookups
-    rows, expected_slots, counts = [], slot_of_row.tolist(), [0] * 7 * pools
+    rows, counts = [], [0] * 7 * pools
     used, missed, hits, by_pool = {}, set(), 0, [0] * pools
     for number, id in enumerate(ids.tolist()):
         feature = int((ends <= number).sum())
@@ -132,70 +133,144 @@ def test_rows_are_found_counted_and_claimed(
             used[first_slot + slot], hits = True, hits + 1
         elif rows[-1] not in missed:
             missed.add(rows[-1])
-            expected_slots[rows[-1]] = -2
             by_pool[pool] += 1
     maps = [slot_of_row, torch.zeros(7 * pools).int(), torch.zeros(4 * pools + 1).int(), torch.zeros(4 * pools + 1).bool()]
     maps = [of.to(place.device) for of in maps]
     given_ids = ids.to(place.device, dtype), ends.to(place.device, dtype), of_features.to(place.device)
     found, listed, totals = claim_rows(*given_ids, *maps, number=9, changes=changes, num_pools=pools, backend=place.backend)
     assert found.tolist() == rows
-    assert totals.tolist() == [len(missed), hits, *by_pool]
-    assert sorted(listed[: len(missed)].tolist()) == sorted(missed)
-    assert maps[0].tolist() == expected_slots
+    assert totals.tolist() == [len(missed), hits, *by_pool, *[0] * pools]
+    assert listed[: len(missed)].tolist() == sorted(missed)
+    assert maps[0].tolist() == slot_of_row.tolist()
     assert maps[1].tolist() == counts
     assert maps[2].tolist() == [9 * used.get(slot, False) for slot in range(4 * pools + 1)]
     assert maps[3].tolist() == [changes and used.get(slot, False) for slot in range(4 * pools + 1)]
 
 
-@given(st.integers(1, 12), st.integers(0, 12), seeds(), st.booleans())
-def test_rows_get_the_first_free_slots(place: Place, slots: int, wanted: int, seed: int, changes: bool) -> None:
-    """Against a loop. Two tables of rows of 6 in lines of 2: the first begins at element 16, the other at 64."""
+@pytest.mark.parametrize("which", ["all", "none", "some", "one"])
+def test_missed_rows_are_in_order(place: Place, which: str) -> None:
+    """Of several blocks, of which some have none; the last row's bit is the last one of its word or not."""
+    rows = 3 * 8192 + 32 if which == "all" else 3 * 8192 + 5
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.cat(
+        [torch.randperm(8192, generator=generator)[:700], 2 * 8192 + torch.randperm(8197, generator=generator)[:900]]
+    )
+    ids = {"all": torch.arange(rows).flip(0), "none": drawn, "some": drawn, "one": torch.full((600,), rows - 1)}[which]
+    # A frequent row among the others.
+    ids[5::3] = ids[4]
+    slot_of_row = torch.full((rows + 1,), 0 if which == "none" else -1, dtype=torch.int32)
+    maps = [slot_of_row, torch.zeros(rows).int(), torch.zeros(2).int(), torch.zeros(2).bool()]
+    maps = [of.to(place.device) for of in maps]
+    given_ids = (of.to(place.device) for of in (ids, torch.tensor([len(ids)]), torch.tensor([[0, rows, 0, 0]])))
+    rows_of_ids, listed, totals = claim_rows(*given_ids, *maps, number=1, changes=False, backend=place.backend)
+    assert rows_of_ids.tolist() == ids.tolist()
+    assert maps[1].tolist() == ids.bincount(minlength=rows).tolist()
+    expected = [] if which == "none" else ids.unique().tolist()
+    assert totals.tolist() == [len(expected), len(ids) if which == "none" else 0, len(expected), 0]
+    assert listed[: len(expected)].tolist() == expected
+
+
+def seated_by_loop(
+    ring: list[int], cursor: int, used: list[int], coming: list[int], maps: dict[str, list[Any]], changes: bool
+) -> tuple[list[int], list[int]]:
+    """The first free slots, if there are enough, and the rows that leave them, -1 for none; `maps` are changed."""
+    slots = [slot for slot in ring[cursor:] + ring[:cursor] if used[slot] < 4]
+    slots, leaving = slots[: len(coming)] if len(slots) >= len(coming) else [], []
+    for slot, new in zip(slots, coming, strict=False):
+        old = maps["row_of_slot"][slot]
+        leaving.append(old if old >= 0 and maps["is_dirty"][slot] else -1)
+        if old >= 0:
+            maps["slot_of_row"][old] = -1
+        maps["slot_of_row"][new], maps["row_of_slot"][slot] = slot, new
+        maps["is_dirty"][slot], used[slot] = changes, 5
+    return slots, leaving
+
+
+@given(st.integers(1, 12), st.integers(0, 12), st.integers(0, 3), seeds(), st.booleans())
+def test_rows_get_the_first_free_slots(place: Place, slots: int, wanted: int, of_others: int, seed: int, changes: bool) -> None:
+    """Against a loop. Two tables of rows of 6 in lines of 2: the first begins at element 16, the other at 64. Of three pools the
+    second one's."""
     generator = torch.Generator().manual_seed(seed)
     tables, rows = torch.tensor([[0, 8], [16, 64], [20, 3]]), 17
     row_of_slot = torch.where(torch.rand(slots, generator=generator) < 0.3, -1, torch.randperm(rows, generator=generator)[:slots])
     slot_of_row = torch.full((rows + 1,), -1)
     for slot, row in enumerate(row_of_slot.tolist()):
         slot_of_row[row if row >= 0 else rows] = slot if row >= 0 else -1
-    is_dirty, is_free = (torch.rand(slots, generator=generator) < 0.6 for _ in range(2))
-    ring = torch.randperm(slots, generator=generator)
-    out = [row for row in range(rows) if slot_of_row[row] < 0]
-    coming = torch.tensor(out[: min(wanted, int(is_free.sum()))], dtype=torch.int64)
-    given_slots = [slot for slot, free in zip(ring.tolist(), is_free.tolist(), strict=True) if free][: len(coming)]
+    is_dirty = torch.rand(slots, generator=generator) < 0.6
+    used = torch.randint(2, 6, (slots,), generator=generator)
+    ring = torch.randperm(slots, generator=generator)[: int(torch.randint(1, slots + 1, (), generator=generator))]
+    cursor = int(torch.randint(len(ring), (), generator=generator))
+    coming = [row for row in range(rows) if slot_of_row[row] < 0][:wanted]
+    found = {"slot_of_row": slot_of_row, "row_of_slot": row_of_slot, "is_dirty": is_dirty, "used": used}
+    expected = {name: of.tolist() for name, of in found.items()}
+    of_slots, leaving = seated_by_loop(ring.tolist(), cursor, expected["used"], coming, expected, changes)
 
     def begins(row: int) -> tuple[int, int]:
         table = int(row >= 8)
         first, start, first_row = tables[:, table].tolist()
-        return (start + 6 * (row - first)) // 2, first_row + row - first
+        return ((start + 6 * (row - first)) // 2, first_row + row - first) if row >= 0 else (-1, -1)
 
-    expected = {"slot_of_row": slot_of_row.tolist(), "row_of_slot": row_of_slot.tolist(), "is_dirty": is_dirty.tolist()}
-    used, leaving = [0] * slots, []
-    for slot, new in zip(given_slots, coming.tolist(), strict=True):
-        old = int(row_of_slot[slot])
-        leaving.append(begins(old) if old >= 0 and is_dirty[slot] else (-1, -1))
-        if old >= 0:
-            expected["slot_of_row"][old] = -1
-        expected["slot_of_row"][new], expected["row_of_slot"][slot] = slot, new
-        expected["is_dirty"][slot], used[slot] = changes, 5
-    maps = [slot_of_row.int(), row_of_slot.int(), torch.zeros(slots).int(), is_dirty]
-    maps = [of.clone().to(place.device) for of in maps]
-    of_ring = ring, is_free, is_free.cumsum(0, dtype=torch.int32), coming, tables
+    maps = [of.to(place.device, torch.bool if name == "is_dirty" else torch.int32) for name, of in found.items()]
+    slot_map, row_map, dirty_map, used_map = (of.clone() for of in maps)
+    counts = [of_others, len(coming), 1]
+    listed = torch.tensor([*[3] * of_others, *coming, 4], dtype=torch.int32)
+    totals = torch.tensor([sum(counts), 7, *counts, 0, 0, 0], dtype=torch.int32, device=place.device)
     written = torch.tensor(2, device=place.device)
     seated = seat_rows(
-        *(of.to(place.device) for of in of_ring),
-        *maps,
-        written,
-        number=5,
-        changes=changes,
-        width=6,
-        line=2,
-        backend=place.backend,
-    )
-    assert seated.slots.tolist() == given_slots
-    assert list(zip(seated.leaving_lines.tolist(), seated.leaving_rows.tolist(), strict=True)) == leaving
-    assert list(zip(seated.coming_lines.tolist(), seated.coming_rows.tolist(), strict=True)) == list(map(begins, coming.tolist()))
-    assert [maps[0].tolist(), maps[1].tolist(), maps[3].tolist()] == list(expected.values())
-    assert maps[2].tolist() == used
-    assert written == 2 + sum(line >= 0 for line, _ in leaving)
+        ring.to(place.device), listed.to(place.device), totals, tables.to(place.device), slot_map, row_map, used_map, dirty_map,
+        written, pool=1, cursor=cursor, oldest=4, number=5, changes=changes, width=6, line=2, backend=place.backend,
+    )  # fmt: skip
+    count = int(seated.num_rows)
+    assert totals.tolist() == [sum(counts), 7, *counts, 0, len(of_slots), 0]
+    assert count == len(of_slots)
+    assert seated.slots[:count].tolist() == of_slots
+    left = zip(seated.leaving_lines[:count].tolist(), seated.leaving_rows[:count].tolist(), strict=True)
+    came = zip(seated.coming_lines[:count].tolist(), seated.coming_rows[:count].tolist(), strict=True)
+    assert list(left) == list(map(begins, leaving))
+    assert list(came) == list(map(begins, coming[:count]))
+    assert [slot_map.tolist(), row_map.tolist(), dirty_map.tolist(), used_map.tolist()] == list(expected.values())
+    assert written == 2 + sum(row >= 0 for row in leaving)
+
+
+@pytest.mark.parametrize("needed", [0, 1, 1_000, 1_200, 1_201])
+def test_seats_of_many_programs(place: Place, needed: int) -> None:
+    """As many as there are, and one more than that, for which nothing changes; of rows that leave none is written back."""
+    slots = 2_400
+    used, ring = torch.arange(slots, device=place.device).int() % 2, torch.arange(slots, device=place.device)
+    coming = torch.arange(slots, 2 * slots, device=place.device).int()
+    slot_of_row = torch.cat([ring, torch.full((slots + 1,), -1, device=place.device)]).int()
+    maps = slot_of_row, ring.int(), used, torch.zeros(slots, device=place.device).bool()
+    before, written = [of.clone() for of in maps], torch.tensor(0, device=place.device)
+    totals = torch.tensor([needed, 0, needed, 0], dtype=torch.int32, device=place.device)
+    tables = torch.zeros(3, 1, dtype=torch.int64, device=place.device)
+    options: dict[str, Any] = {"pool": 0, "cursor": 601, "oldest": 1, "number": 9, "changes": True, "width": 1, "line": 1}
+    seated = seat_rows(ring, coming, totals, tables, *maps, written, **options, backend=place.backend)
+    count = needed if needed <= 1_200 else 0
+    # Every second slot is free.
+    expected = (602 + 2 * torch.arange(count)) % slots
+    assert seated.num_rows.tolist() == [count]
+    assert seated.slots[:count].tolist() == expected.tolist()
+    assert seated.coming_rows[:count].tolist() == coming[:count].tolist()
+    assert slot_of_row[coming[:count].long()].tolist() == expected.tolist()
+    assert (slot_of_row[ring] < 0).sum() == (used == 9).sum() == maps[3].sum() == count
+    assert written == 0
+    if not count:
+        assert all(torch.equal(of, old) for of, old in zip(maps, before, strict=True))
+
+
+def test_as_many_rows_go_as_a_count_says(place: Place) -> None:
+    """What stands behind them is not looked at."""
+    for count in range(4):
+        cached, table = numbers((4, 2), torch.float32, 0), numbers((8, 2), torch.float32, 1)
+        ours, host = cached.clone().to(place.device), on_host(table.clone())
+        slots = torch.tensor([2, 0, 3, 10**9], device=place.device)
+        number = torch.tensor([0, count], dtype=torch.int32, device=place.device)[1:]
+        exchange_rows(ours, host, slots, slots + 4, slots, num_rows=number, backend=place.backend)
+        expected, expected_table = cached.clone(), table.clone()
+        for slot in [2, 0, 3][:count]:
+            expected[slot], expected_table[slot + 4] = table[slot], cached[slot]
+        torch.testing.assert_close(ours.cpu(), expected, rtol=0, atol=0)
+        torch.testing.assert_close(host, expected_table, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -223,18 +298,16 @@ def test_claims_that_are_refused(changed: dict[str, Tensor], message: str) -> No
     ("changed", "message"),
     [
         ({"line": 3}, "line: expected a number that divides the width, 4, got 3"),
-        (
-            {"order": torch.ones(2).int()},
-            "tables: expected shape [3, T], contiguous, beside ring, is_free and order of one length, got [3, 1] beside 1, 1 "
-            "and 2",
-        ),
+        ({"tables": torch.zeros(2, 1).long()}, "tables: expected shape [3, T], contiguous, got [2, 1]"),
+        ({"pool": 1}, "totals: expected two numbers, and two for each pool, up to 1, got 4"),
+        ({"cursor": 1}, "cursor: expected a place in a ring of 1 slots, got 1"),
     ],
 )
 def test_seats_that_are_refused(changed: dict[str, Any], message: str) -> None:
     one = torch.zeros(1, dtype=torch.int64)
-    given_tensors = {"ring": one, "is_free": one.bool(), "order": one.int(), "coming": one, "tables": torch.zeros(3, 1).long()}
+    given_tensors = {"ring": one, "coming": one.int(), "totals": torch.zeros(4).int(), "tables": torch.zeros(3, 1).long()}
     given_tensors |= {"slot_of_row": one.int(), "row_of_slot": one.int(), "used": one.int(), "is_dirty": one.bool()}
-    options = {"written": one[0], "number": 1, "changes": True, "width": 4, "line": 4}
+    options = {"written": one[0], "pool": 0, "cursor": 0, "oldest": 1, "number": 1, "changes": True, "width": 4, "line": 4}
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         seat_rows(**given_tensors | options | changed)
 
