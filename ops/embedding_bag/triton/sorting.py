@@ -357,5 +357,6 @@ def embedding_bags_join_kernel(
                         joined_run(
                             parts_of_runs, found.to(tl.int64) * 2 - 1, num_parts.to(tl.int32), head, num_groups.to(tl.int32),
                             group, of_run, weights, first, second, last_step, step, corrections, rate, fields, row_stride,
-                            eps, beta1, beta2, weight_decay, rest1, rest2, max_norm, KIND, IS_STOCHASTIC, IS_DECOUPLED, WHOLE_ROWS, 2, i,
+                            eps, beta1, beta2, weight_decay, rest1, rest2, max_norm, KIND, IS_STOCHASTIC, IS_DECOUPLED,
+                            WHOLE_ROWS, 2, i,
                         )  # fmt: skip
