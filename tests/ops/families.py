@@ -213,9 +213,9 @@ def embedding_bag(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     sums, means = BagLayout(*shape), BagLayout(*shape, means=(True, False))
     listed, totals = BagLayout(*shape, sequences=(False, True)), [batch.total]
     indices = torch.cat([items % 30, items % 7])
-    # So many lookups of a row that its gradient is summed in parts; slow where kernels are interpreted, so once.
-    hot = torch.arange(5000, device=PLACE.device) % 2 if dtype == torch.float32 and batch.batch_size == 4 else None
-    pair, whole = BagLayout((2,), (4,)), torch.tensor([0, 5000], device=PLACE.device)
+    # So many lookups of a row that its gradient is summed in groups of parts; slow where kernels are interpreted, so once.
+    hot = torch.arange(16_400, device=PLACE.device) // 5000 % 2 if dtype == torch.float32 and batch.batch_size == 4 else None
+    pair, whole = BagLayout((2,), (4,)), torch.tensor([0, 16_400], device=PLACE.device)
     # By the map, and lookups brought together by counting, in place of a sort.
     counted, by_count = (
         BagSchedules(torch.full((count,), -1, dtype=torch.int32, device=PLACE.device), counted_rows=65_536) for count in (2, 1)

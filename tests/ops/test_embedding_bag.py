@@ -649,8 +649,8 @@ def test_a_row_of_very_many_lookups_is_summed_in_groups_of_parts(place: Place, m
     layout, group = BagLayout((3,), (8,)), 32
     weights = weights_of(layout, torch.float32)
     for before, count, groups in ((5, 4 * group, 3), (0, 3 * group, 2), (group, 2 * group, 2), (group - 1, 2 * group + 1, 2)):
-        ids = torch.tensor([0] * before + [1] * count + [2] * 40)
-        offsets = torch.cat([torch.arange(0, len(ids), 7), torch.tensor([len(ids)])])
+        ids = torch.tensor([0] * before + [1] * count + [2] * 40, device=place.device)
+        offsets = torch.tensor([*range(0, len(ids), 7), len(ids)], device=place.device)
         batch = Batch(layout, ids, offsets, (len(offsets) - 1,))
         results = []
         for fewest, launch in ((2**30, None), (1, None), (1, lambda *_, **__: None)):
