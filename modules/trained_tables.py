@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NamedTuple, Self
 
@@ -175,8 +176,10 @@ class TrainedTables(nn.Module):
             raise ValueError("cache_bytes: expected tables of one collection, got some that several share; leave it out")
         if not self.is_cached and any(part.tables.holds for part in self._parts):
             raise ValueError("cache_bytes: expected no HeldUpdates of the tables, got one; call its release() first")
-        sizes = [part.tables.layout.num_elements * part.tables.dtype.itemsize for part in self._parts]
-        budgets = [cache._replace(num_bytes=cache.num_bytes * size // sum(sizes)) for size in sizes]
+        # As `share_of` has it: without the gaps between tables.
+        layouts = [(part.tables.layout, part.tables.dtype.itemsize) for part in self._parts]
+        sizes = [sum(map(operator.mul, layout.rows, layout.widths)) * itemsize for layout, itemsize in layouts]
+        budgets = [cache._replace(num_bytes=int(cache.num_bytes * (size / sum(sizes)))) for size in sizes]
         for part, budget in zip(self._parts, budgets, strict=True):
             # What has no room is told before anything has changed.
             check_room(part.tables, self._optimizer, budget.num_bytes)

@@ -851,8 +851,10 @@ def test_tables_that_are_there_are_cached(place: Place, make: Callable[[], Any])
         for seed in (20, 21):
             step(whole, zipf(seed))
             step(other, zipf(seed))
-        other.cache_rows(**budget(make, of_kind, share), cache_interval=4)
+        of_cache = {**budget(make, of_kind, share), "cache_interval": 4}
+        other.cache_rows(**of_cache)
         assert other.is_cached
+        assert other.cache_forecast() == type(whole)(make(), device="meta", **options_of(kind), **of_cache).cache_forecast()
         assert other.device == whole.device
         for seed in range(6):
             features = zipf(seed)
