@@ -48,8 +48,9 @@ NUMBERS = ("eps", "beta1", "beta2", "weight_decay", "rest1", "rest2", "max_norm"
 # Of all widths, and of those alone whose rows begin at multiples of 16 bytes.
 WIDTHS = {"any": {*range(1, 131)}, "aligned": {4, 8, 16, 32, 64, 128}}
 
-# The most bytes that a kernel spills on any GPU, in all, or for each of its branches.
-ALLOWED_SPILLS = {"branch": 64, "rows": 64, "large_map": 224}
+# The most bytes that a kernel spills on any GPU, in all, or for each of its branches; of plain rows more: with 72 registers in
+# place of 80 more warps run, which took 4 to 7 % less under Zipf's ids (docs/internals/embedding_bag.md).
+ALLOWED_SPILLS = {"branch": 64, "plain": 88, "rows": 64, "large_map": 224}
 
 
 def compile_one(
@@ -87,10 +88,11 @@ def test_forward(dtype: str, is_weighted: bool, widths: str, arch: int | str) ->
         constants["scales"] = None
     if dtype != "u8":
         constants["row_scales"] = None
-    capped = launch.PLAIN_REGISTERS if is_aligned and is_plain else launch.REGISTERS
+    is_capped = is_aligned and is_plain
+    capped, allowed = (launch.PLAIN_REGISTERS, "plain") if is_capped else (launch.REGISTERS, "branch")
     resources = compile_one(forward.embedding_bags_forward_kernel, constants, arch, dtype=dtype, max_registers=capped)
     # Some registers that a branch's function saves for its caller, once a unit.
-    assert resources.spills <= ALLOWED_SPILLS["branch"] * used(widths).bit_count(), resources
+    assert resources.spills <= ALLOWED_SPILLS[allowed] * used(widths).bit_count(), resources
     assert arch == AMD or resources.registers <= capped, resources
 
 
