@@ -15,7 +15,8 @@ Times are of the wall clock, the host's part included, for so many steps in a ro
 * `link_us`: what the bytes of the rows that were read and written back, with their states, take at the measured speeds of copies
   between pinned memory and the GPU, one direction after the other. Where both go at once a step may be faster than that.
 * `of_link`: the share of the step's time that this is; `of_link_and_whole`: that this and a step on the GPU's own table are.
-* `host_us`: what the host takes of it until all has been asked for, and of that a part is the wait for what a batch misses.
+* `host_us`: what the host takes of it until all has been asked for, in all and by part: the lookup, `prefetch` and backward. Of
+  that a part is the wait for what a batch misses. `device_allocations`: how often the allocator asked the driver for memory.
 * `hits`: the share of the ids whose rows were on the GPU; `best`: that of as many most frequent rows as there are slots.
 
 `exchange` is `exchange_rows` by itself: rows in the order of their addresses, slots in none, one way and both, in microseconds by
@@ -167,16 +168,28 @@ def side_stream() -> Any:
     return torch.cuda.Stream()
 
 
-def steps_of(tables: Tables, batches: list[Batch], grad: Tensor) -> None:
-    following = tables.features(batches[0])
+def steps_of(tables: Tables, batches: list[Batch], grad: Tensor) -> dict[str, float]:
+    """Take steps, and return the host's seconds of each part of all."""
+    parts = {"lookup": 0.0, "prefetch": 0.0, "backward": 0.0}
+
+    def took(part: str, since: float) -> float:
+        now = time.perf_counter()
+        parts[part] += now - since
+        return now
+
+    following, now = tables.features(batches[0]), time.perf_counter()
     for number, batch in enumerate(batches):
         rows = tables.rows(following)
+        now = took("lookup", now)
         if number + 1 < len(batches):
             following = tables.features(batches[number + 1])
             if tables.prefetch is not None:
                 with torch.cuda.stream(side_stream() if rows.is_cuda else None):
                     tables.prefetch(following)
+        now = took("prefetch", now)
         rows.backward(grad[: batch.ids.shape[0]])
+        now = took("backward", now)
+    return parts
 
 
 def check(kind: BagOptimizerKind, device: str) -> None:
@@ -210,6 +223,7 @@ def timed(tables: Tables, options: argparse.Namespace, samples: int, warm: Calla
         steps_of(tables, [batch_of(samples, rows, seed, device)], grad)
     warm()
     of_rounds, of_host, ids, ranks = [], [], 0, []
+    allocations = device_allocations(device)
     for number in range(3):
         first = 10**6 + number * options.steps
         batches = [batch_of(samples, rows, first + seed, device) for seed in range(options.steps)]
@@ -218,13 +232,26 @@ def timed(tables: Tables, options: argparse.Namespace, samples: int, warm: Calla
 
         def steps(batches: list[Batch] = batches) -> None:
             begin = time.perf_counter()
-            steps_of(tables, batches, grad)
-            of_host.append((time.perf_counter() - begin) / options.steps * 1e6)
+            parts = steps_of(tables, batches, grad) | {"all": time.perf_counter() - begin}
+            of_host.append({part: took / options.steps * 1e6 for part, took in parts.items()})
 
         of_rounds.append(seconds(steps, device) / options.steps * 1e6)
     of_rounds.sort()
-    times = {"median": of_rounds[1], "min": of_rounds[0], "max": of_rounds[2], "host_us": statistics.median(of_host)}
-    return {**times, "ids": ids, "ranks": torch.cat(ranks)}
+    host_us = {part: statistics.median(of[part] for of in of_host) for part in of_host[0]}
+    times = {"median": of_rounds[1], "min": of_rounds[0], "max": of_rounds[2], "host_us": host_us}
+    return {**times, "device_allocations": device_allocations(device) - allocations, "ids": ids, "ranks": torch.cat(ranks)}
+
+
+def device_allocations(device: str) -> int:
+    """How often PyTorch's allocator has asked the driver for memory."""
+    return int(torch.cuda.memory_stats().get("num_device_alloc", 0)) if device == "cuda" else 0
+
+
+def rounded(figure: Any) -> Any:
+    """As it is shown."""
+    if isinstance(figure, dict):
+        return {key: rounded(value) for key, value in figure.items()}
+    return round(figure, 4) if isinstance(figure, float) else figure
 
 
 def measure(
@@ -300,7 +327,7 @@ def main() -> None:
                 if "median" in ours and "median" in whole:
                     ours["of_link_and_whole"] = (ours["link_us"] + whole["median"]) / ours["median"]
             for method, figures in row.items():
-                shown = {key: round(value, 4) if isinstance(value, float) else value for key, value in figures.items()}
+                shown = {key: rounded(value) for key, value in figures.items()}
                 print(name, method, shown, flush=True)
             if options.device == "cuda":
                 save("cached_tables", {"environment": facts, "link_gb_per_s": link, "exchange": exchange, "rows": rows})
