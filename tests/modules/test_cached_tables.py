@@ -378,7 +378,7 @@ def test_rows_without_room_ahead_come_with_the_lookup(place: Place, monkeypatch:
     same_tables(cached, whole)
 
 
-@pytest.mark.parametrize("way", ["another prefetch", "write_back", "load", "another lookup"])
+@pytest.mark.parametrize("way", ["another prefetch", "write_back", "load", "deepcopy", "pickle", "another lookup"])
 def test_rows_without_room_ahead_that_nobody_wants(place: Place, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """Only where the lookup may still come is room made for them."""
     whole, cached, _, losses, asked = short_of_room(monkeypatch)
@@ -390,6 +390,9 @@ def test_rows_without_room_ahead_that_nobody_wants(place: Place, monkeypatch: py
         cached.write_back()
     for loss in losses:
         loss.backward()
+    if way in ("deepcopy", "pickle"):
+        copied = copied_by(way, cached)
+        same_tables(copied, whole)
     if way == "load":
         cached.load_state_dict(whole.state_dict())
     for collection in (whole, cached):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import pickle
 from collections.abc import Sequence
@@ -379,30 +380,82 @@ def test_rows_that_are_read_and_scored_are_updated_once(place: Place, kind: str,
     assert torch.equal(found[1], other)
 
 
+WITH_ROOM = BagLayout((9, 40), (16, 4), (0,))
+
+
+def loss_with_room(of: JointUpdate, seed: int) -> Tensor:
+    """Of five rows that are read, and of scores whose gradient is larger and has room for six rows."""
+    ids = (torch.tensor([4, 0, 0, 8, 4], device=PLACE.device) + seed) % 9
+    read = of.embedding_bags(WITH_ROOM, ids, torch.arange(6, device=PLACE.device), backend=PLACE.backend)
+    return losses([read]) + scores_of(of.table(0, backend=PLACE.backend), seed, sparse=True)
+
+
+def gradients_with_room(of: JointUpdate, way: str) -> None:
+    """Hand gradients over in a way that users have."""
+    for seed in range(2 if way == "two batches" else 1):
+        if way == "checkpoint":
+            scale = torch.tensor(2.0, device=PLACE.device, requires_grad=True)
+            checkpoint(lambda scale, seed=seed: loss_with_room(of, seed) * scale, scale, use_reentrant=False).backward()
+            continue
+        with torch.autocast(PLACE.device.type, torch.bfloat16, enabled=way == "autocast"):
+            loss = loss_with_room(of, seed)
+        loss.backward(retain_graph=way == "backward twice")
+        if way == "backward twice":
+            loss.backward()
+    if way == "given again":
+        of.norm()
+        calls = of.take()
+        of.give(calls)
+
+
 @pytest.mark.skipif(PLACE.name == "cpu", reason="there gradients have no room behind them")
-def test_a_large_gradient_of_scores_is_not_copied(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of lookups are copied behind it, unless there is no room; which of the two no number tells."""
+@pytest.mark.parametrize("way", ["once", "autocast", "checkpoint", "given again", "two batches", "backward twice"])
+def test_a_large_gradient_of_scores_is_not_copied(place: Place, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of lookups are copied behind it, unless there is no room, as for a second one; which of the two no number tells."""
     from jagged.ops._shared import room
     from jagged.ops.sampled_cross_entropy import api
 
     # As if they were many beside the table's rows: not in factors.
     monkeypatch.setattr(api, "MOST_GATHERED", 0)
-    layout, weights = BagLayout((9, 40), (16, 4), (0,)), []
-    ids, offsets = torch.tensor([4, 0, 0, 8, 4], device=PLACE.device), torch.arange(6, device=PLACE.device)
+    weights = []
     for has_room in (True, False):
         if not has_room:
             monkeypatch.setattr(room, "_room_of", lambda gradient: -1)
-        storage = random_tensor((layout.num_elements,), torch.float32, 0)
-        tables = JointUpdate(storage, BagOptimizer("rowwise_adagrad", layout, learning_rate=0.125, device=PLACE.device))
+        storage = random_tensor((WITH_ROOM.num_elements,), torch.float32, 0)
+        optimizer = BagOptimizer("rowwise_adagrad", WITH_ROOM, learning_rate=0.125, device=PLACE.device)
+        tables = JointUpdate(storage, optimizer)
         tables.holds = True
-        read = tables.embedding_bags(layout, ids, offsets, backend=place.backend)
-        (losses([read]) + scores_of(tables.table(0, backend=place.backend), 0, sparse=True)).backward()
+        gradients_with_room(tables, way)
         of_scores = max((call.lookups.grad for call in tables._held), key=torch.numel)
         tables.norm()
-        assert (tables._held[0].lookups.grad.data_ptr() == of_scores.data_ptr()) == has_room
+        is_within = tables._held[0].lookups.grad.data_ptr() == of_scores.data_ptr()
+        assert is_within == (way == "given again" or (has_room and way not in ("two batches", "backward twice")))
         tables.step()
         weights.append(storage)
     assert torch.equal(*weights)
+
+
+@pytest.mark.skipif(PLACE.name == "cpu", reason="there gradients have no room behind them")
+def test_a_sparse_gradient_with_room_is_a_parameters(place: Place) -> None:
+    """Who has no update of tables: what lies behind it is in no copy's numbers, and no optimizer's."""
+    gradients = []
+    for sparse in (True, False):
+        table = random_tensor((9, 16), torch.float32, 0).requires_grad_()
+        for seed in range(2):
+            scores_of(table, seed, sparse=sparse).backward()
+        assert table.grad is not None
+        if sparse:
+            copies = [
+                copy.deepcopy(table.grad),
+                pickle.loads(pickle.dumps(table.grad)),
+                table.grad.clone(),
+                table.grad.coalesce(),
+            ]
+            assert all(torch.equal(of.to_dense(), table.grad.to_dense()) for of in copies)
+            torch.optim.SparseAdam([table], lr=0.1).step()
+            assert table.isfinite().all()
+        gradients.append(table.grad.to_dense())
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_table_is_scored_by_plain_pytorch(place: Place) -> None:
