@@ -18,6 +18,7 @@ import argparse
 import gc
 import statistics
 import time
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -79,8 +80,18 @@ def engine_of(case: Case, optimizer: str, processes: Processes) -> Engine:
     if case.negatives is not None:
         sampler = UniformSampler(ITEMS, case.negatives, rows_per_draw=case.rows_per_draw, device="cuda")
         head = SampledCrossEntropyHead(sampler)
-    config = TrainerConfig(table_optimizer=optimizer, table_gradient_bytes=case.table_gradient_bytes, device="cuda")
-    return Engine(NextItemTask(model, head=head), config, "bf16-mixed", processes)
+    return Engine(NextItemTask(model, head=head), config_of(case, optimizer), "bf16-mixed", processes)
+
+
+def config_of(case: Case, optimizer: str) -> TrainerConfig:
+    """Options of the engine; an option that has no effect beside the optimizer cannot be given, not even as None."""
+    sliced = {} if case.table_gradient_bytes is None else {"table_gradient_bytes": case.table_gradient_bytes}
+    return TrainerConfig(table_optimizer=optimizer, device="cuda", **sliced)
+
+
+def fitting(case: Case, optimizers: Iterable[str]) -> list[str]:
+    """The optimizers that can take a case: a dense one needs the whole gradient."""
+    return [of for of in optimizers if of != "adamw" or case.table_gradient_bytes is None]
 
 
 def measure(case: Case, optimizer: str, processes: Processes) -> dict[str, Any]:
@@ -122,9 +133,7 @@ def main() -> None:
             if not any(part in name for part in options.only):
                 continue
             row = results["steps"].setdefault(name, {**case._asdict(), "items": ITEMS, "width": WIDTH})
-            # A dense optimizer needs the whole gradient.
-            fitting = [of for of in options.optimizers if of != "adamw" or case.table_gradient_bytes is None]
-            for optimizer in fitting:
+            for optimizer in fitting(case, options.optimizers):
                 try:
                     row[optimizer] = measure(case, optimizer, processes)
                 except torch.OutOfMemoryError as error:

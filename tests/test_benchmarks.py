@@ -27,6 +27,7 @@ from benchmarks import (
     planted_labels,
     sparse_output,
     sparse_steps,
+    table_steps,
     tables,
     train_sasrec,
 )
@@ -662,3 +663,13 @@ def test_output_layers_and_their_steps(monkeypatch: pytest.MonkeyPatch, tmp_path
         sparse_output.measure_step(step, "cpu")
     assert len({str(size) for size in sparse_output.SIZES}) == len(sparse_output.SIZES)
     assert all(size.width <= size.features for curve in sparse_output.CURVES.values() for size in curve)
+
+
+def test_every_case_of_table_steps_has_options() -> None:
+    """An option beside an optimizer that does not take it is an error, and ended the benchmark after its first case."""
+    for case in table_steps.CASES.values():
+        optimizers = table_steps.fitting(case, table_steps.OPTIMIZERS)
+        assert ("adamw" in optimizers) == (case.table_gradient_bytes is None)
+        for optimizer in optimizers:
+            config = table_steps.config_of(case, optimizer)
+            assert (config.table_optimizer, config.table_gradient_bytes) == (optimizer, case.table_gradient_bytes)
