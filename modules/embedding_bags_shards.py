@@ -16,6 +16,7 @@ from torchrec.distributed.composable.table_batched_embedding_slice import TableB
 from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup, GroupedPooledEmbeddingsLookup
 from torchrec.distributed.embedding_sharding import EmbeddingSharding
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+from torchrec.distributed.train_pipeline.runtime_forwards import EmbeddingPipelinedForward, InSyncEmbeddingPipelinedForward
 from torchrec.distributed.types import ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
@@ -63,9 +64,33 @@ class TableShard(NamedTuple):
 
 
 class ShardedTables:
-    """What sharded collections tell of the shards that this process has."""
+    """What sharded collections tell of the shards that this process has, and when they may be looked up."""
 
     _lookups: list[Any]
+    training: bool
+
+    def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
+        """Look up and send back, unless a train pipeline asks for it before the tables' last update.
+
+        Raises:
+            RuntimeError: in training, TorchRec's semi-synchronous pipeline, which looks up a batch before the backward pass of
+                the one before, or its fused pipeline, which looks up after that pass, beside the optimizer's step, where tables
+                are updated by that step.
+        """
+        forward: Any = getattr(self, "forward", None)
+        if self.training and isinstance(forward, EmbeddingPipelinedForward):
+            if not isinstance(forward, InSyncEmbeddingPipelinedForward):
+                raise RuntimeError(
+                    "train pipeline: expected one that looks up after the update before, got the semi-synchronous one, whose "
+                    "rows are a step old; use TrainPipelineSparseDist"
+                )
+            if any(bags.optimizer is None or bags.updates.holds for bags in self.storages):
+                raise RuntimeError(
+                    "train pipeline: expected one that looks up after the update before, got the fused one, which looks up "
+                    "beside the optimizer's step, and tables that this step updates; use TrainPipelineSparseDist, or give the "
+                    "collection an optimizer, whose updates are not held"
+                )
+        return super().compute_and_output_dist(ctx, input)  # type: ignore[misc]
 
     @property
     def storages(self) -> list[_Bags]:
