@@ -15,6 +15,7 @@ from jagged.versions import warn_of_problems
 # Before torchrec is imported: versions that do not fit fail there, and not by saying why.
 warn_of_problems()
 
+from jagged.models.experts import PLE, EPNet, GateUnit, GroupedLinear, GroupedMLP, MMoE, PPNet  # noqa: E402
 from jagged.models.heads import build_head, build_output  # noqa: E402
 from jagged.models.multilabel import MultiLabelModel, MultiLabelTask, SparseEncoder  # noqa: E402
 from jagged.models.next_item import NextItemTask  # noqa: E402
@@ -26,9 +27,16 @@ from jagged.models.task import RankingTask, Task, TaskOutput, TaskScores  # noqa
 _MODELS: dict[str, Callable[..., nn.Module]] = {"multilabel": MultiLabelModel, "ranking": RankingModel, "sasrec": SASRec}
 
 __all__ = [
+    "PLE",
+    "EPNet",
+    "GateUnit",
+    "GroupedLinear",
+    "GroupedMLP",
+    "MMoE",
     "MultiLabelModel",
     "MultiLabelTask",
     "NextItemTask",
+    "PPNet",
     "RankingInputs",
     "RankingModel",
     "RankingTask",
