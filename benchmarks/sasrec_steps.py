@@ -15,7 +15,8 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.cross_entropy_cases import DTYPES, Method, Size, Workload
-from jagged.models.sasrec import FEATURE, SASRec
+from jagged.models import SASRec
+from jagged.models.item_sequences import FEATURE
 from jagged.ops import trust_values
 
 NUM_BLOCKS, NUM_HEADS, DROPOUT = 2, 2, 0.1

@@ -84,6 +84,41 @@ class SASRecOptions(ModelOptions):
             yield Problem("num_heads", f"got {self.num_heads}, expected a divisor of embedding_dim ({self.embedding_dim})")
 
 
+class HSTUOptions(ModelOptions):
+    """Gated attention without softmax over each user's items."""
+
+    name: Literal["hstu"] = option("hstu", "the model to train")
+    embedding_dim: int = option(256, "width of item embeddings and hidden states", ge=1)
+    num_heads: int = option(2, "attention heads; must divide embedding_dim unless head_dim is given", ge=1)
+    head_dim: int | None = option(None, "width of a head; none for embedding_dim / num_heads", ge=1)
+    num_layers: int = option(2, "blocks", ge=1)
+    dropout: float = option(0.5, "dropout probability", ge=0, lt=1)
+    num_time_buckets: int | None = option(
+        None, "buckets of the time between events, two an octave, whose learned numbers attention adds to its scores", ge=1
+    )
+
+    def contradictions(self) -> Iterator[Problem]:
+        """The heads share the width, if they have none of their own."""
+        if self.head_dim is None and self.embedding_dim % self.num_heads:
+            yield Problem("num_heads", f"got {self.num_heads}, expected a divisor of embedding_dim ({self.embedding_dim})")
+
+
+class BERT4RecOptions(ModelOptions):
+    """A transformer that finds hidden items from both sides."""
+
+    name: Literal["bert4rec"] = option("bert4rec", "the model to train")
+    embedding_dim: int = option(256, "width of item embeddings and hidden states", ge=1)
+    num_heads: int = option(2, "attention heads; must divide embedding_dim", ge=1)
+    num_layers: int = option(2, "transformer blocks", ge=1)
+    dropout: float = option(0.5, "dropout probability", ge=0, lt=1)
+    mask_probability: float = option(0.2, "probability that an item is hidden in training", gt=0, le=1)
+
+    def contradictions(self) -> Iterator[Problem]:
+        """The heads share the width."""
+        if self.embedding_dim % self.num_heads:
+            yield Problem("num_heads", f"got {self.num_heads}, expected a divisor of embedding_dim ({self.embedding_dim})")
+
+
 _HEAD = "loss over all items, sampled ones, buckets of high scores, or all items by few weights of their own"
 
 

@@ -29,11 +29,13 @@ from jagged.config.labels import (
     MultiLabelTrainingOptions,
 )
 from jagged.config.options import (
+    BERT4RecOptions,
     CrossEntropyHead,
     DataOptions,
     EvaluationOptions,
     GlobalTime,
     GroupSparseItems,
+    HSTUOptions,
     LeaveOneOut,
     LoopOptions,
     ModelOptions,
@@ -74,7 +76,7 @@ from jagged.config.section import (
 SECTIONS: dict[str, list[type[Section]]] = {
     "data": [DataOptions],
     "split": [LeaveOneOut, GlobalTime],
-    "model": [SASRecOptions],
+    "model": [SASRecOptions, HSTUOptions, BERT4RecOptions],
     "head": [CrossEntropyHead, SampledHead, ScalableHead, GroupSparseItems],
     "training": [TrainingOptions],
     "evaluation": [EvaluationOptions],
@@ -220,8 +222,9 @@ class TrainConfig(JobConfig):
             yield Problem("training.max_tokens", f"got {tokens}, expected at least data.max_seq_len ({length})")
         if not isinstance(self.head, GroupSparseItems):
             return
-        if not isinstance(self.model, SASRecOptions):
-            yield Problem("head.type", f"got group-sparse, expected another head for {self.model.name}, or model.name sasrec")
+        if not isinstance(self.model, (SASRecOptions, HSTUOptions)):
+            text = f"got group-sparse, expected another head for {self.model.name}, or model.name sasrec or hstu"
+            yield Problem("head.type", text)
         elif self.head.fan_in > self.model.embedding_dim:
             text = f"got {self.head.fan_in}, expected at most model.embedding_dim ({self.model.embedding_dim})"
             yield Problem("head.fan_in", text)

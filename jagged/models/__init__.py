@@ -15,8 +15,11 @@ from jagged.versions import warn_of_problems
 # Before torchrec is imported: versions that do not fit fail there, and not by saying why.
 warn_of_problems()
 
+from jagged.models.bert4rec import BERT4Rec  # noqa: E402
 from jagged.models.experts import PLE, EPNet, GateUnit, GroupedLinear, GroupedMLP, MMoE, PPNet  # noqa: E402
 from jagged.models.heads import build_head, build_output  # noqa: E402
+from jagged.models.hstu import HSTU  # noqa: E402
+from jagged.models.item_sequences import ItemSequenceModel  # noqa: E402
 from jagged.models.multilabel import MultiLabelModel, MultiLabelTask, SparseEncoder  # noqa: E402
 from jagged.models.next_item import NextItemTask  # noqa: E402
 from jagged.models.ranking import RankingInputs, RankingModel, product_logits  # noqa: E402
@@ -24,14 +27,23 @@ from jagged.models.sasrec import SASRec  # noqa: E402
 from jagged.models.serving import export_scores, scoring_tensors  # noqa: E402
 from jagged.models.task import RankingTask, Task, TaskOutput, TaskScores  # noqa: E402
 
-_MODELS: dict[str, Callable[..., nn.Module]] = {"multilabel": MultiLabelModel, "ranking": RankingModel, "sasrec": SASRec}
+_MODELS: dict[str, Callable[..., nn.Module]] = {
+    "bert4rec": BERT4Rec,
+    "hstu": HSTU,
+    "multilabel": MultiLabelModel,
+    "ranking": RankingModel,
+    "sasrec": SASRec,
+}
 
 __all__ = [
+    "HSTU",
     "PLE",
+    "BERT4Rec",
     "EPNet",
     "GateUnit",
     "GroupedLinear",
     "GroupedMLP",
+    "ItemSequenceModel",
     "MMoE",
     "MultiLabelModel",
     "MultiLabelTask",

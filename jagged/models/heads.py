@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from jagged.config import CrossEntropyHead, GroupSparseItems, SampledHead, SASRecOptions, ScalableHead, TrainConfig
+from jagged.config import CrossEntropyHead, GroupSparseItems, HSTUOptions, SampledHead, SASRecOptions, ScalableHead, TrainConfig
 from jagged.modules import (
     CutCrossEntropyHead,
     GroupSparseHead,
@@ -50,7 +50,7 @@ def build_output(config: TrainConfig, item_counts: Tensor, num_users: int) -> Gr
     head = config.head
     if not isinstance(head, GroupSparseItems):
         return None
-    assert isinstance(config.model, SASRecOptions)
+    assert isinstance(config.model, SASRecOptions | HSTUOptions)
     return GroupSparseHead(
         config.model.embedding_dim,
         item_counts,

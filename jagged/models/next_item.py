@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from jagged.data import SequenceBatch
-from jagged.evaluation import evaluate_protocols
+from jagged.evaluation import evaluate_protocols, item_table
 from jagged.metrics import DEFAULT_KS, Figures, TrainCounts
 from jagged.models.heads import Head
-from jagged.models.sasrec import SASRec
+from jagged.models.item_sequences import ItemSequenceModel
 from jagged.models.task import TaskOutput, TaskScores
 from jagged.modules import CutCrossEntropyHead, GroupSparseHead, SampledCrossEntropyHead, SplitEmbeddingCollection
 from jagged.ops import validate_ids, values_are_trusted
@@ -39,7 +39,7 @@ class NextItemTask(nn.Module):
 
     def __init__(
         self,
-        model: SASRec,
+        model: ItemSequenceModel,
         *,
         label_smoothing: float = 0.0,
         head: Head | None = None,
@@ -72,13 +72,19 @@ class NextItemTask(nn.Module):
         with batch.trusted(num_items):
             if not values_are_trusted():
                 validate_ids(batch.targets, num_items, name="targets")
-            hidden = self.model(batch.features)
+            # Models that users register have hidden states of rows alone.
+            of_loss = getattr(self.model, "learned", None)
+            hidden, targets = (
+                of_loss(batch.features, batch.targets) if of_loss is not None else (self.model(batch.features), batch.targets)
+            )
         if self.head is None:
             assert self.model.output is not None
-            loss, logits = self.model.output.target_loss(hidden.values(), batch.targets)
+            loss, logits = self.model.output.target_loss(hidden.values(), targets)
         else:
-            loss, logits = self.head(hidden, self.model.item_weight, batch.targets)
-        return TaskOutput(loss, {"next_item": TaskScores(logits, batch.targets)})
+            loss, logits = self.head(hidden, self.model.item_weight, targets)
+        # Where rows have no target the loss is the mean over those that have one.
+        mask = None if targets is batch.targets else targets >= 0
+        return TaskOutput(loss, {"next_item": TaskScores(logits, targets, mask)})
 
     def predict(self, batch: SequenceBatch) -> Mapping[str, Tensor]:
         """Under "hidden" each user's hidden state `[B, D]`, whose inner product with an item's row of the table is its score."""
@@ -113,8 +119,14 @@ class NextItemTask(nn.Module):
             group, host_group: as for `jagged.modules.RowSplit`.
 
         Raises:
-            ValueError: a head that does not know tables that are split.
+            ValueError: a head that does not know tables that are split, or a table with other rows than those of the items.
         """
+        rows = sum(table.num_embeddings for table in self.model.item_embeddings.embedding_configs())
+        if rows != (num_items := len(item_table(self.model))):
+            raise ValueError(
+                f"model: expected a table of the {num_items} items alone, got {rows} rows in a {type(self.model).__name__}, "
+                "which do not split; train it in one process"
+            )
         if self.head is not None and not isinstance(self.head, CutCrossEntropyHead | SampledCrossEntropyHead):
             raise ValueError(
                 "head: expected a CutCrossEntropyHead or SampledCrossEntropyHead, the ones for several processes, got "

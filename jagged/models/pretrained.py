@@ -22,7 +22,7 @@ from jagged.data import DataError, Encoders, Schema, Vocabulary
 from jagged.data.label_names import LABEL_NAMES, write_label_names
 from jagged.evaluation import item_table
 from jagged.metrics import TrainCounts
-from jagged.models import SASRec, build, build_empty, name_of
+from jagged.models import ItemSequenceModel, build, build_empty, name_of
 from jagged.modules import GroupSparseHead
 
 WEIGHTS = "model.safetensors"
@@ -58,7 +58,7 @@ class Pretrained:
     """
 
     directory: Path
-    model: SASRec
+    model: ItemSequenceModel
     items: Vocabulary
     config: TrainConfig | None
     split: dict[str, Any]
@@ -314,7 +314,7 @@ def _verified(directory: str | os.PathLike[str], needed: Sequence[str], what: st
     return directory, listed
 
 
-def _read_model(directory: Path) -> SASRec:
+def _read_model(directory: Path) -> ItemSequenceModel:
     where = directory / MODEL
     described = artifacts.read_json(where)
     if described.get("format_version") != FORMAT_VERSION:

@@ -19,7 +19,7 @@ from jagged.config import ConfigError, MultiLabelConfig, RankingConfig, TrainCon
 from jagged.data import BatchLoader, Dataset, SequenceDataset, SequenceSplit, read_events, synthetic_sessions
 from jagged.evaluation import takes_times
 from jagged.metrics import RunMetrics, TrainCounts, cut_offs
-from jagged.models import NextItemTask, SASRec, build, build_head, build_output
+from jagged.models import ItemSequenceModel, NextItemTask, build, build_head, build_output
 from jagged.models.pretrained import CONFIG, save_pretrained
 from jagged.runs.run import split_events
 from jagged.runs.starting import rewiring
@@ -175,13 +175,13 @@ def _split(config: TrainConfig, dataset: SequenceDataset) -> SequenceSplit:
     return split
 
 
-def _model(config: TrainConfig, counts: TrainCounts, device: torch.device) -> SASRec:
+def _model(config: TrainConfig, counts: TrainCounts, device: torch.device) -> ItemSequenceModel:
     num_items = len(counts.users_per_item)
     arguments = {"num_items": num_items, **config.model.model_dump(exclude={"name"}), "max_seq_len": config.data.max_seq_len}
     try:
         output = build_output(config, counts.users_per_item, counts.num_users)
         with_output = {} if output is None else {"output": output}
-        model: SASRec = build(config.model.name, **arguments, **with_output).to(device)
+        model: ItemSequenceModel = build(config.model.name, **arguments, **with_output).to(device)
     except (RuntimeError, MemoryError) as error:
         # torch says that memory is out by a RuntimeError of many lines; what was asked for is what the user can change.
         if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "memory" not in str(error):
@@ -192,7 +192,7 @@ def _model(config: TrainConfig, counts: TrainCounts, device: torch.device) -> SA
 
 
 def _loaders(
-    config: TrainConfig, split: SequenceSplit, processes: Processes, model: SASRec
+    config: TrainConfig, split: SequenceSplit, processes: Processes, model: ItemSequenceModel
 ) -> tuple[BatchLoader, BatchLoader, BatchLoader]:
     if takes_times(model) and split.train.dataset.timestamps is None:
         raise TrainingError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from jagged.config import TrainerConfig
 from jagged.config.options import LoopOptions
-from jagged.models import NextItemTask, RankingModel, SASRec
+from jagged.models import BERT4Rec, ItemSequenceModel, NextItemTask, RankingModel
 from jagged.modules import CutCrossEntropyHead, HeldUpdates, SampledCrossEntropyHead, replace_embeddings
 from jagged.modules.row_cache import BYTES_OF_ROW
 from jagged.modules.trained_tables import TrainedTables
@@ -68,7 +68,8 @@ def updates_rows(task: nn.Module, config: LoopOptions, world_size: int) -> bool:
     """
     if config.table_optimizer not in KINDS or world_size > 1:
         return False
-    if isinstance(task, NextItemTask) and isinstance(task.model, SASRec):
+    # Of BERT4Rec's table a part is scored against.
+    if isinstance(task, NextItemTask) and isinstance(task.model, ItemSequenceModel) and not isinstance(task.model, BERT4Rec):
         return of_rows_alone(config) is not None or task.head is None or isinstance(task.head, SampledCrossEntropyHead)
     return isinstance(task, RankingModel)
 
@@ -283,7 +284,7 @@ def update_tables_in_backward(task: nn.Module, config: TrainerConfig, world_size
             # Each process then has rows of its own.
             shared = "share tables by table_plan, or " if world_size > 1 and not isinstance(task, NextItemTask) else ""
             raise TrainingError(
-                f"{option}: {getattr(config, option)} updates rows of SASRec's and RankingModel's tables in one process, "
+                f"{option}: {getattr(config, option)} updates rows of SASRec's, HSTU's and RankingModel's tables in one process, "
                 f"got {found}; {shared}{_cure(option)}"
             )
         return None
