@@ -18,23 +18,29 @@ warn_of_problems()
 from jagged.models.heads import build_head, build_output  # noqa: E402
 from jagged.models.multilabel import MultiLabelModel, MultiLabelTask, SparseEncoder  # noqa: E402
 from jagged.models.next_item import NextItemTask  # noqa: E402
-from jagged.models.ranking import RankingInputs, RankingModel, product_logits  # noqa: E402
+from jagged.models.ranking import RankingInputs, RankingModel  # noqa: E402
 from jagged.models.sasrec import SASRec  # noqa: E402
 from jagged.models.serving import export_scores, scoring_tensors  # noqa: E402
 from jagged.models.task import RankingTask, Task, TaskOutput, TaskScores  # noqa: E402
+from jagged.models.tasks import BinaryLoss, FocalLoss, ListwiseLoss, PairwiseLoss, TaskLoss, product_logits  # noqa: E402
 
 _MODELS: dict[str, Callable[..., nn.Module]] = {"multilabel": MultiLabelModel, "ranking": RankingModel, "sasrec": SASRec}
 
 __all__ = [
+    "BinaryLoss",
+    "FocalLoss",
+    "ListwiseLoss",
     "MultiLabelModel",
     "MultiLabelTask",
     "NextItemTask",
+    "PairwiseLoss",
     "RankingInputs",
     "RankingModel",
     "RankingTask",
     "SASRec",
     "SparseEncoder",
     "Task",
+    "TaskLoss",
     "TaskOutput",
     "TaskScores",
     "build",
