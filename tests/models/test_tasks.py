@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from jagged.config import ConfigError, TrainerConfig
 from jagged.config.ranking import RankingOptions
+from jagged.data import Dataset
 from jagged.models import (
     BinaryLoss,
     FocalLoss,
@@ -29,7 +31,7 @@ from jagged.models import (
 from jagged.models.pretrained import load_task
 from jagged.pointwise import PointwiseMetrics
 from jagged.training import Trainer
-from tests.models.shops import PLAIN, shop
+from tests.models.shops import PLAIN, rows, shop
 from tests.oracle import check_three_way
 from tests.places import PLACE
 from tests.reference import tasks as reference
@@ -130,7 +132,7 @@ def test_parts_add_up_to_the_whole(name: str, batch: dict[str, Any], share: floa
     loss, _ = LOSSES[name]
     lengths = batch["lengths"]
     cut = round(share * len(lengths))
-    rows = sum(lengths[:cut])
+    first_rows = sum(lengths[:cut])
 
     def of(places: slice, own: list[int]) -> tuple[Tensor, Tensor]:
         logits, labels, mask, weights = (None if x is None else x[places] for x in list(batch.values())[1:])
@@ -138,7 +140,7 @@ def test_parts_add_up_to_the_whole(name: str, batch: dict[str, Any], share: floa
         found: tuple[Tensor, Tensor] = loss(logits, labels, offsets_of(own), mask, weights)
         return found
 
-    first, second = of(slice(None, rows), lengths[:cut]), of(slice(rows, None), lengths[cut:])
+    first, second = of(slice(None, first_rows), lengths[:cut]), of(slice(first_rows, None), lengths[cut:])
     for parts, whole in zip(zip(first, second, strict=True), of(slice(None), lengths), strict=True):
         torch.testing.assert_close(sum(parts), whole)
 
@@ -314,12 +316,14 @@ def model_of(**options: Any) -> RankingModel:
         (
             {"loss": {"click": "pairwise"}, "conditional": {"buy": "click"}},
             "loss: expected binary or focal for the task 'click', got 'pairwise'; 'buy' is predicted by a product of "
-            "probabilities, as conditional says, and scores of this loss are none; leave 'buy' out of conditional, or choose another loss",
+            "probabilities, as conditional says, and scores of this loss are none; leave 'buy' out of conditional, or choose "
+            "another loss",
         ),
         (
             {"loss": {"buy": "listwise"}, "conditional": {"buy": "click"}},
             "loss: expected binary or focal for the task 'buy', got 'listwise'; 'buy' is predicted by a product of "
-            "probabilities, as conditional says, and scores of this loss are none; leave 'buy' out of conditional, or choose another loss",
+            "probabilities, as conditional says, and scores of this loss are none; leave 'buy' out of conditional, or choose "
+            "another loss",
         ),
     ],
 )  # fmt: skip
@@ -407,15 +411,20 @@ def test_a_model_learns(tmp_path: Any, loss: str) -> None:
 
 
 def test_grades_are_for_losses_over_requests() -> None:
-    split = shop("request", "user", "item", "time", "age", "click")
-    labels = split.train.dataset.column("click")
-    labels[:] *= 3
+    table = {name: of for name, of in rows().items() if name in ("request", "item", "time", "click")}
+
+    def graded(grades: dict[Any, float]) -> Any:
+        given = pa.table({**table, "click": [grades.get(label) for label in table["click"]]})
+        words = {"label": "click", "candidate": "item", "time": "time", "request": "request", "duplicates": "keep"}
+        return Dataset.from_table(given, **words, progress=False).split(by="time", valid=0.1, test=0.1)
+
+    split = graded({0: 0.0, 1: 3.0})
     with pytest.raises(ValueError, match="tasks: got the label 'click' with values from 0 to 3, expected 0 to 1"):
         RankingModel.of(split)
     model = RankingModel.of(split, loss="listwise")
     figures = model.evaluate([split.train.gather(range(20))], "valid", progress=False).click
     assert list(figures) == ["ndcg@10", "mrr", "hit_rate@10", "rows"]
-    labels[0] = -1
+    split = graded({0: -1.0, 1: 2.0})
     with pytest.raises(ValueError, match="tasks: got the label 'click'") as caught:
         RankingModel.of(split, loss="pairwise")
     assert str(caught.value) == (

@@ -18,8 +18,9 @@ def focal(
     total = count = logits.new_zeros(())
     up, down = (1.0, 1.0) if alpha is None else (alpha, 1 - alpha)
     for s, y, w in ((logits[i], labels[i].to(logits.dtype), weights[i].to(logits.dtype)) for i in places(counted)):
-        p, q = s.sigmoid(), (-s).sigmoid()
-        total = total - w * (up * y * q**gamma * p.log() + down * (1 - y) * p**gamma * q.log())
+        # As the formula is written: what it errs for large logits, ours may err, too.
+        p = s.sigmoid()
+        total = total - w * (up * y * (1 - p) ** gamma * p.log() + down * (1 - y) * p**gamma * (1 - p).log())
         count = count + w
     return total, count
 
