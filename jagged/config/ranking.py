@@ -177,6 +177,16 @@ class RankingOptions(ModelOptions):
         "a label that can be 1 only where another one is, as `buy=click`; may be repeated",
         expected="two labels, for example buy=click",
     )
+    loss: Literal["binary", "focal", "listwise", "pairwise"] = option(
+        "binary",
+        "loss of each task: of rows, binary cross entropy or focal; or of each request's candidates, listwise or pairwise",
+    )
+    focal_gamma: float = option(
+        2.0, "the larger, the less do rows count that are predicted well", when={"loss": ("focal",)}, ge=0
+    )
+    focal_alpha: float | None = option(
+        None, "what a positive counts, a negative the rest to 1; none for 1 of both", when={"loss": ("focal",)}, ge=0, le=1
+    )
     implied: bool = option(False, "count a row with such a label 1 as one with the other 1, too, in place of an error")
 
     def contradictions(self) -> Iterator[Problem]:
@@ -188,6 +198,8 @@ class RankingOptions(ModelOptions):
         for pair in self.conditional:
             if pair.count("=") != 1 or not all(pair.split("=")):
                 yield Problem("conditional", f"got {pair!r}, expected two labels, for example buy=click")
+        if self.conditional and self.loss in ("listwise", "pairwise"):
+            yield Problem("loss", f"got {self.loss}, expected binary or focal beside conditional, which multiplies probabilities")
 
     def arguments(self) -> dict[str, Any]:
         """The options of `jagged.models.RankingModel.of`."""

@@ -22,10 +22,11 @@ from jagged.models.hstu import HSTU  # noqa: E402
 from jagged.models.item_sequences import ItemSequenceModel  # noqa: E402
 from jagged.models.multilabel import MultiLabelModel, MultiLabelTask, SparseEncoder  # noqa: E402
 from jagged.models.next_item import NextItemTask  # noqa: E402
-from jagged.models.ranking import RankingInputs, RankingModel, product_logits  # noqa: E402
+from jagged.models.ranking import RankingInputs, RankingModel  # noqa: E402
 from jagged.models.sasrec import SASRec  # noqa: E402
 from jagged.models.serving import export_scores, scoring_tensors  # noqa: E402
 from jagged.models.task import RankingTask, Task, TaskOutput, TaskScores  # noqa: E402
+from jagged.models.tasks import BinaryLoss, FocalLoss, ListwiseLoss, PairwiseLoss, TaskLoss, product_logits  # noqa: E402
 
 _MODELS: dict[str, Callable[..., nn.Module]] = {
     "bert4rec": BERT4Rec,
@@ -39,22 +40,27 @@ __all__ = [
     "HSTU",
     "PLE",
     "BERT4Rec",
+    "BinaryLoss",
     "EPNet",
+    "FocalLoss",
     "GateUnit",
     "GroupedLinear",
     "GroupedMLP",
     "ItemSequenceModel",
+    "ListwiseLoss",
     "MMoE",
     "MultiLabelModel",
     "MultiLabelTask",
     "NextItemTask",
     "PPNet",
+    "PairwiseLoss",
     "RankingInputs",
     "RankingModel",
     "RankingTask",
     "SASRec",
     "SparseEncoder",
     "Task",
+    "TaskLoss",
     "TaskOutput",
     "TaskScores",
     "build",

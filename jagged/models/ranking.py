@@ -16,6 +16,7 @@ from jagged.data import Kind
 from jagged.data.moving import moved
 from jagged.evaluation import evaluating
 from jagged.models.task import Task, TaskOutput, TaskScores
+from jagged.models.tasks import LOSSES, REQUEST_LOSSES, LossName, TaskLoss, loss_of, product_logits
 from jagged.modules import (
     CrossNet,
     DotInteraction,
@@ -172,27 +173,8 @@ def _by_table(tables: Mapping[str, str]) -> dict[str, list[str]]:
     return {table: [key for key, of in tables.items() if of == table] for table in dict.fromkeys(tables.values())}
 
 
-def product_logits(first: Tensor, second: Tensor) -> Tensor:
-    """Return the logits of the product of two probabilities, given as logits, exact however large these are.
-
-    `log pq` is a sum, and `1 - pq` is `(1 - p) + p (1 - q)`, so that nothing is subtracted from 1.
-
-    Args:
-        first, second: of one shape and dtype, float32 or float64.
-
-    Example:
-        >>> import torch
-        >>> from jagged.models import product_logits
-        >>> product_logits(torch.tensor([0.0, 80.0]), torch.tensor([0.0, 200.0]))
-        tensor([-1.0986, 80.0000])
-    """
-    log_p, log_q = nn.functional.logsigmoid(first), nn.functional.logsigmoid(second)
-    neither = torch.logaddexp(nn.functional.logsigmoid(-first), log_p + nn.functional.logsigmoid(-second))
-    return log_p + log_q - neither
-
-
 class RankingModel(Task):
-    """Scores of the candidates of requests, for one label or several, trained by binary cross entropy.
+    """Scores of the candidates of requests, for one label or several, trained by binary cross entropy or another loss.
 
     1. Ids are looked up: `features` that are the request's are pooled by means, those of candidates and histories row by row, and
        `candidates`, lists of events and lists with weights (sums) in tables of their own.
@@ -218,6 +200,11 @@ class RankingModel(Task):
     all rows have all labels, the sum of the tasks' means. A row without a label counts 0 for its task, so that batches
     add up exactly over processes and accumulation.
 
+    With the losses `"listwise"` and `"pairwise"` a task's terms are of requests: the candidates of each compete. Where all tasks
+    have such losses, their sum is divided by the weights of the requests that a task counts, the mean over tasks; beside a loss
+    over rows a request's term counts as a row's does. The logits of such a task are scores, which order the candidates of one
+    request and are no log-odds: `predict` gives them as they are, and figures are those of the order alone.
+
     Args:
         inputs: what batches have; `RankingModel.of` finds it out.
         sizes: rows of each embedding table, as `split.encoders.sizes` has them.
@@ -236,18 +223,23 @@ class RankingModel(Task):
         conditional: a label that can be 1 only where another one is, with that one: of `{"buy": "click"}` the tower of buy gives
             q, buying after a click, and buy is predicted by `p q`. Its loss, over the rows with both labels, is that of `p q`.
         implied: a row with such a label 1 counts as one with the other 1, too; otherwise it is an error where that is 0.
+        loss: `"binary"` (cross entropy), `"focal"`, `"listwise"` or `"pairwise"`, of all tasks, or by task; tasks that a mapping
+            leaves out have `"binary"`. `jagged.models.tasks` has them. A conditional label and its condition have probabilities:
+            `"binary"` or `"focal"`.
+        focal_gamma, focal_alpha: of `FocalLoss`.
         label_means: mean labels in training, by task, for `ne_of_training`; None where they are not known.
         device: where parameters live; `"meta"` allocates nothing.
 
     Attributes:
         config: the arguments, as plain values.
         inputs: as above.
+        losses: by task the name of its loss.
 
     Shape:
         A `Batch` in; a `TaskOutput` out with `[S]` logits by label. Where negatives are drawn the one task is "next".
 
     Raises:
-        ValueError: nothing to read; a table that two collections need; `cross="dot"` of several widths; sizes, tasks or
+        ValueError: nothing to read; a table that two collections need; `cross="dot"` of several widths; sizes, tasks, losses or
             conditions that do not fit; in forward, a conditional label of 1 where the other is 0 (on a GPU: an assertion there).
         DataError: in forward, a batch without the labels.
 
@@ -282,6 +274,9 @@ class RankingModel(Task):
         tasks: Sequence[str] | None = None,
         conditional: Mapping[str, str] | None = None,
         implied: bool = False,
+        loss: LossName | Mapping[str, LossName] = "binary",
+        focal_gamma: float = 2.0,
+        focal_alpha: float | None = None,
         label_means: Mapping[str, float] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -305,12 +300,14 @@ class RankingModel(Task):
             raise ValueError("layer_sizes: expected the width of at least one layer, got none")
         self.inputs, self.tasks = inputs, _checked_tasks(inputs.labels, tasks)
         self.conditional = _in_order(dict(conditional or {}), self.tasks)
+        self.losses = _checked_losses(loss, self.tasks, self.conditional)
         self.config: dict[str, Any] = {
             "inputs": asdict(inputs), "sizes": {table: int(sizes[table]) for table in used}, "embedding_dim": embedding_dim,
             "table_dims": dict(table_dims or {}), "cross": cross, "cross_layers": cross_layers, "cross_rank": cross_rank,
             "num_layers": num_layers, "num_heads": num_heads, "max_history": max_history, "num_time_buckets": num_time_buckets,
             "layer_sizes": list(layer_sizes), "dropout": dropout, "tasks": self.tasks, "conditional": self.conditional,
-            "implied": implied, "label_means": dict(label_means or {}),
+            "implied": implied, "loss": self.losses, "focal_gamma": focal_gamma, "focal_alpha": focal_alpha,
+            "label_means": dict(label_means or {}),
         }  # fmt: skip
         own = _module_names(used)
         where = None if device is None else torch.device(device)
@@ -348,7 +345,8 @@ class RankingModel(Task):
             **options: of the class.
 
         Raises:
-            ValueError: as of the class; or labels that are not from 0 to 1, or a conditional one larger than its condition.
+            ValueError: as of the class; or labels that are not from 0 to 1, of tasks over requests below 0, or a conditional one
+                larger than its condition.
         """
         part = cast("Part", getattr(split, "train", split))
         model = cls(RankingInputs.of(part, histories), part.encoders.sizes, **options)
@@ -357,7 +355,13 @@ class RankingModel(Task):
             labels = {name: torch.from_numpy(part.dataset.column(name)[part.rows]) for name in model.tasks}
             for name, values in labels.items():
                 present = values[~values.isnan()]
-                if present.numel() and not 0 <= (least := present.min().item()) <= (most := present.max().item()) <= 1:
+                if model.losses[name] in REQUEST_LOSSES:
+                    if present.numel() and (least := present.min().item()) < 0:
+                        raise ValueError(
+                            f"tasks: got the label {name!r} with values from {least:g} on, expected 0 or more for the loss "
+                            f"{model.losses[name]!r}; add to all of them what makes the smallest one 0"
+                        )
+                elif present.numel() and not 0 <= (least := present.min().item()) <= (most := present.max().item()) <= 1:
                     raise ValueError(
                         f"tasks: got the label {name!r} with values from {least:g} to {most:g}, expected 0 to 1; say from where "
                         f'on it is 1 when the table is read, label="{name}>={most:g}", or name other tasks'
@@ -383,7 +387,9 @@ class RankingModel(Task):
         self.scorer.slices = tuple(names)
 
     def metrics_of(self, name: str) -> PointwiseMetrics:
-        """With the mean label in training, where it is known and both labels are there."""
+        """With the mean label in training, where it is known and both labels are there; of scores the figures of their order."""
+        if self.losses.get(name) in REQUEST_LOSSES:
+            return PointwiseMetrics(name, probabilities=False)
         mean = self.config["label_means"].get(name)
         return PointwiseMetrics(name, training_mean=mean if mean is not None and 0 < mean < 1 else None)
 
@@ -396,13 +402,17 @@ class RankingModel(Task):
         return self.scorer.logits(batch, *self._looked_up(batch))
 
     def predict(self, batch: Batch) -> dict[str, Tensor]:
-        """By task the probabilities of the candidates, float32 `[S]`, in eval mode and without gradients; labels are not read."""
+        """By task the probabilities of the candidates, float32 `[S]`, in eval mode and without gradients; labels are not read.
+
+        Of tasks with a loss over requests they are scores instead, the logits: of one request's candidates the larger is the
+        better, and nothing else can be read from them.
+        """
         if not len(batch):
             # TorchRec's collections take no batch without samples.
             return {name: torch.zeros(0, device=self.device) for name in self.tasks}
         with evaluating(self), torch.no_grad():
             found = self.logits(moved(batch, self.device))
-        return {name: of.float().sigmoid() for name, of in found.items()}
+        return {name: of.float() if self.losses[name] in REQUEST_LOSSES else of.float().sigmoid() for name, of in found.items()}
 
     def prefetch(self, batch: Batch) -> None:
         """Bring the rows of the next batch to the device where tables have them cached, as collections' `prefetch` says."""
@@ -465,6 +475,27 @@ def _checked_tasks(labels: Sequence[str], tasks: Sequence[str] | None) -> list[s
     return found
 
 
+def _checked_losses(
+    loss: LossName | Mapping[str, LossName], tasks: list[str], conditional: Mapping[str, str]
+) -> dict[str, LossName]:
+    """The name of each task's loss."""
+    if not isinstance(loss, str) and (unknown := [name for name in loss if name not in tasks]):
+        raise ValueError(f"loss: expected some of the tasks {', '.join(tasks)}, got {unknown[0]!r}; leave it out")
+    named: dict[str, LossName] = {name: loss if isinstance(loss, str) else loss.get(name, "binary") for name in tasks}
+    for name, of in named.items():
+        if of not in LOSSES:
+            raise ValueError(f"loss: expected one of {', '.join(LOSSES)}, got {of!r} for the task {name!r}; choose one of these")
+    for child, parent in conditional.items():
+        for name in (child, parent):
+            if named[name] in REQUEST_LOSSES:
+                raise ValueError(
+                    f"loss: expected binary or focal for the task {name!r}, got {named[name]!r}; {child!r} is predicted by a "
+                    f"product of probabilities, as conditional says, and scores of this loss are none; leave {child!r} out of "
+                    "conditional, or choose another loss"
+                )
+    return named
+
+
 def _in_order(conditional: dict[str, str], tasks: list[str]) -> dict[str, str]:
     """The conditions, those that others depend on first."""
     for pair in conditional.items():
@@ -502,7 +533,7 @@ def _refuse_unconditional(found: Tensor, child: str, parent: str) -> None:
 
 
 class _Output(TaskOutput):
-    """The loss is the mean over the rows that any task counts."""
+    """The loss is the mean over the rows that any task counts; where all tasks are over requests, over these."""
 
     __slots__ = ()
 
@@ -512,7 +543,10 @@ class _Output(TaskOutput):
 
 
 def _rows(scores: Iterable[TaskScores]) -> Tensor:
-    masks, weights = zip(*((one.mask, one.weights) for one in scores), strict=True)
+    masks, weights, counts = zip(*((one.mask, one.weights, one.count) for one in scores), strict=True)
+    if None not in counts:
+        # Each is a sum over requests, and so is their mean: it is 0 only where no task has a term.
+        return torch.stack(counts).mean()
     counted = torch.stack(masks).any(0)
     # All tasks have the batch's weights; where no label is there they may be anything.
     return cast(Tensor, weights[0]).where(counted, 0).sum()
@@ -719,6 +753,8 @@ class _Scorer(JaggedModule):
             else nn.ReLU()
         )
         self.towers = nn.ModuleList(_tower([first, *hidden], dropout, device) for _ in self.tasks)
+        options = {name: config[name] for name in ("focal_gamma", "focal_alpha")}
+        self.losses = nn.ModuleList(loss_of(config["loss"][name], **options) for name in self.tasks)
 
     def normalise(self, statistics: Mapping[str, Statistics]) -> None:
         """Take over training's means and deviations."""
@@ -857,19 +893,15 @@ class _Scorer(JaggedModule):
         }
         if self.slices:
             groups["slices"] = {name: self._ids(batch, name) for name in self.slices}
-        scores = {name: TaskScores(logits[name], labels[name], masks[name], weights, **groups) for name in self.tasks}
-        total = torch.stack([_sum_of_losses(one) for one in scores.values()]).sum()
+        scores, totals = {}, []
+        for name, loss in zip(self.tasks, cast("Iterable[TaskLoss]", self.losses), strict=True):
+            own = logits[name], labels[name]
+            total, count = loss(*own, batch.candidate_offsets, masks[name], weights)
+            totals.append(total)
+            scores[name] = TaskScores(*own, masks[name], weights, **groups, count=count if loss.over_requests else None)
+        total = torch.stack(totals).sum()
         rows = _rows(scores.values())
         return _Output(total / rows.where(rows > 0, 1), scores)
-
-
-def _sum_of_losses(scores: TaskScores) -> Tensor:
-    assert scores.mask is not None
-    assert scores.weights is not None
-    logits = scores.logits
-    each = nn.functional.binary_cross_entropy_with_logits(logits, scores.labels.to(logits.dtype), reduction="none")
-    # A weight where no label is may be anything.
-    return (each * scores.weights.where(scores.mask, 0)).sum()
 
 
 def _collections(inputs: RankingInputs, widths: Mapping[str, int]) -> dict[str, int]:

@@ -28,6 +28,8 @@ class TaskScores:
         users: int64 `[N]`, whose rows they are, for `gauc`; None where it is not known.
         requests: int64 `[N]`, which request's candidates they are, for `ndcg@k`, `mrr` and `hit_rate@k`; None likewise.
         slices: by name int64 `[N]`, for figures of the rows of each value; None for none.
+        count: 0-dim, what the task's loss is a mean over where that is not the rows, as of `jagged.models.ListwiseLoss`; None for
+            the rows.
     """
 
     logits: Tensor
@@ -37,9 +39,12 @@ class TaskScores:
     users: Tensor | None = None
     requests: Tensor | None = None
     slices: Mapping[str, Tensor] | None = None
+    count: Tensor | None = None
 
     def rows(self) -> int | Tensor:
-        """What a mean over the rows divides by: their number, or the sum of their weights as a 0-dim tensor."""
+        """What the mean divides by: `count`, or the number of rows, or the sum of their weights as a 0-dim tensor."""
+        if self.count is not None:
+            return self.count
         if self.weights is not None:
             # Where there is no label the weight may be anything.
             return (self.weights if self.mask is None else self.weights.where(self.mask.bool(), 0)).sum()

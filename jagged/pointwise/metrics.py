@@ -37,6 +37,9 @@ class PointwiseMetrics:
 
     With other labels `mse`, the mean squared difference of logit and label.
 
+    With `probabilities=False` scores only order rows, and no probability can be read from them, as of
+    `jagged.models.ListwiseLoss`: then there are no `logloss`, `ne`, `ne_of_training`, `calibration` and `mse`.
+
     Where requests are given, and one has several candidates, each request that has a label above 0 counts by the mean weight of
     its rows. Tied candidates count as the mean over all of their orders:
 
@@ -58,6 +61,7 @@ class PointwiseMetrics:
         bins: of scores between the smallest and the largest, all of one width before any sigmoid, for an AUC without sorting;
             None for the exact one. (Sigmoids crowd near 0 where positives are rare, where logits do not.)
         training_mean: mean label in training, between 0 and 1.
+        probabilities: whether the sigmoid of a score is a probability.
         max_slices: values of each slice that have figures of their own, those with the most rows.
         limit: rows that wait in memory.
 
@@ -72,6 +76,7 @@ class PointwiseMetrics:
         ks: Sequence[int] = (10,),
         bins: int | None = None,
         training_mean: float | None = None,
+        probabilities: bool = True,
         max_slices: int = 20,
         limit: int = LIMIT,
     ) -> None:
@@ -83,7 +88,7 @@ class PointwiseMetrics:
         if training_mean is not None and not 0 < training_mean < 1:
             raise ValueError(f"{name}: training_mean: got {training_mean}, expected a number between 0 and 1, neither of both")
         self._name, self._ks, self._bins, self._training_mean = name, tuple(sorted(ks)), bins, training_mean
-        self._max_slices, self._limit = max_slices, limit
+        self._max_slices, self._limit, self._has_probabilities = max_slices, limit, probabilities
         # What ids rows have, by the names of `update`; None until a batch has said it.
         self._ids: tuple[str, ...] | None = None
         self._rows = self._new_rows(())
@@ -209,9 +214,13 @@ class PointwiseMetrics:
         Rows of one score are in one bin, so there may be fewer.
 
         Raises:
-            ValueError: as `compute`; or labels that are not 0 and 1.
+            ValueError: as `compute`; or labels that are not 0 and 1, or scores that are no probabilities.
         """
         self._check()
+        if not self._has_probabilities:
+            raise ValueError(
+                f"{self._name}: got probabilities=False, expected True; scores that only order rows have no calibration"
+            )
         if self._graded:
             raise ValueError(
                 f"{self._name}: labels are not 0 and 1 alone, so that scores are no probabilities; there is no calibration"
@@ -233,6 +242,9 @@ class PointwiseMetrics:
     def _figures(self, where: tuple[str, int] | None) -> dict[str, float]:
         """Of all rows, or of those with a value in a column. Names are those of all rows."""
         by_request = self._of_requests(where)
+        if self._graded and not self._has_probabilities:
+            rows = sum(len(chunk["weight"]) for chunk in self._rows.chunks(columns=("weight",), where=where))
+            return {**by_request, "rows": float(rows)}
         if self._graded:
             weights, errors, rows = ExactSum(), ExactSum(), 0
             for chunk in self._rows.chunks(columns=_NUMBERS, where=where):
@@ -260,7 +272,9 @@ class PointwiseMetrics:
         if key is not None:
             of_groups = grouped_auc(self._rows.chunks((key, *_ORDER), (key, *_NUMBERS), where), key)
             figures |= zip(("gauc", "gauc_left_out"), of_groups, strict=True)
-        return {**figures, **probabilities.figures(), **by_request, "rows": float(rows)}
+        if self._has_probabilities:
+            figures |= probabilities.figures()
+        return {**figures, **by_request, "rows": float(rows)}
 
     def _of_requests(self, where: tuple[str, int] | None) -> dict[str, float]:
         """Nothing where all requests have one candidate; NaN where it is only those of a slice."""

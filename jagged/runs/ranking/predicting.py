@@ -92,7 +92,8 @@ class Ranker:
 
         Returns:
             User, candidate and time of each row, where the table has them, and float32 `predicted_<task>`: the probability of a
-            label; with drawn negatives, `predicted_next`, a score from 0 to 1.
+            label; with drawn negatives, `predicted_next`, a score from 0 to 1; with the losses `listwise` and `pairwise` a score
+            of any size, by which rows of one request compare.
 
         Raises:
             ConfigError: no model yet, or events that the model does not read.

@@ -63,7 +63,8 @@ class RankingFacts:
         split: as it is saved with the model.
         part: the held-out part, "valid" or "test"; num_rows, num_requests: of it.
         metrics: by task, and by slice with the user's ids.
-        calibration, histograms: by task, for pictures; a task whose labels are not 0 and 1 has no calibration.
+        calibration, histograms: by task, for pictures; a task whose labels are not 0 and 1, or whose scores are
+            no probabilities, has no calibration.
         history: a row for each validation.
         leaks: what `Split.leaks` found.
         coverage: of each column.
@@ -135,7 +136,7 @@ def _measured(
     for name, metric in metrics.items():
         groups[name] = metric.compute()
         groups |= {named(run, slice_group(name, value)): of for value, of in metric.compute_slices().items()}
-        if "auc" in groups[name] and not sampled:
+        if "logloss" in groups[name] and not sampled:
             bins[name] = metric.calibration_bins()
     figures = sampled_figures(groups) if sampled else Figures(groups)
     return figures, {name: metric.score_histogram() for name, metric in metrics.items()}, bins
