@@ -16,6 +16,16 @@ from jagged.versions import warn_of_problems
 warn_of_problems()
 
 from jagged.models.heads import build_head, build_output  # noqa: E402
+from jagged.models.interactions import (  # noqa: E402
+    CrossNet,
+    DotInteraction,
+    FactorizationMachine,
+    FeatureTokens,
+    MaskBlock,
+    MaskNet,
+    Wukong,
+    WukongLayer,
+)
 from jagged.models.multilabel import MultiLabelModel, MultiLabelTask, SparseEncoder  # noqa: E402
 from jagged.models.next_item import NextItemTask  # noqa: E402
 from jagged.models.ranking import RankingInputs, RankingModel, product_logits  # noqa: E402
@@ -26,6 +36,12 @@ from jagged.models.task import RankingTask, Task, TaskOutput, TaskScores  # noqa
 _MODELS: dict[str, Callable[..., nn.Module]] = {"multilabel": MultiLabelModel, "ranking": RankingModel, "sasrec": SASRec}
 
 __all__ = [
+    "CrossNet",
+    "DotInteraction",
+    "FactorizationMachine",
+    "FeatureTokens",
+    "MaskBlock",
+    "MaskNet",
     "MultiLabelModel",
     "MultiLabelTask",
     "NextItemTask",
@@ -37,6 +53,8 @@ __all__ = [
     "Task",
     "TaskOutput",
     "TaskScores",
+    "Wukong",
+    "WukongLayer",
     "build",
     "build_head",
     "build_output",
