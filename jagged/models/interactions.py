@@ -654,7 +654,9 @@ def _check_sizes(**sizes: int) -> None:
 def _check_last(name: str, x: Tensor, width: int) -> None:
     """Check the last dimension alone, which no batch changes."""
     if not x.dim() or x.shape[-1] != width:
-        raise ValueError(f"{name}: expected values [*, D] with D = {width}, got {list(x.shape)}")
+        raise ValueError(
+            f"{name}: expected values [*, D] with D = {width}, got {list(x.shape)}; the block's width is set where it is built"
+        )
 
 
 def _check_tokens(x: Tensor, count: int, width: int) -> None:
