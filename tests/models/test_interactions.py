@@ -128,9 +128,11 @@ def block_of(case: Case, place: Place, dtype: torch.dtype = torch.float32) -> nn
     return module
 
 
-def gradients(module: nn.Module, x: Tensor) -> list[Tensor]:
-    """The result, and the gradients of rows and weights."""
+def gradients(module: nn.Module, x: Tensor, *, is_dynamic: bool = False) -> list[Tensor]:
+    """The result, and the gradients of rows and weights; in a compiled block the number of rows may be one that it may not know."""
     x = x.detach().requires_grad_()
+    if is_dynamic:
+        torch._dynamo.mark_dynamic(x, 0)
     found = module(x)
     weights = torch.linspace(1, 2, found.shape[-1], device=x.device)
     return [found, *torch.autograd.grad((found * weights).sum(), [x, *module.parameters()])]
@@ -178,7 +180,7 @@ def test_tokens_are_projected_features(place: Place, rows: int, widths: list[int
 
 @settings(max_examples=20)
 @given(
-    st.integers(0, 4), st.integers(1, 5), st.integers(2, 4), st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)),
+    st.integers(0, 4), st.integers(2, 5), st.integers(2, 4), st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3)),
     st.lists(st.integers(1, 5), max_size=2), st.integers(1, 2), seeds(),
 )  # fmt: skip
 def test_wukong_is_that_of_all_pairs(
@@ -445,9 +447,7 @@ def test_compiles_once_for_all_batches(place: Place, case: Case) -> None:
         # Of one row and of none PyTorch may compile anew.
         with torch.compiler.set_stance("fail_on_recompile" if rows in (2, 3) else "default"):
             given = x[:rows].clone()
-            if rows > 1:
-                torch._dynamo.mark_dynamic(given, 0)
-            for found, expected in zip(gradients(compiled, given), gradients(module, given), strict=True):
+            for found, expected in zip(gradients(compiled, given, is_dynamic=rows > 1), gradients(module, given), strict=True):
                 torch.testing.assert_close(found, expected)
 
 
@@ -473,8 +473,8 @@ def test_shapes_alone_tell_the_shapes(place: Place, case: Case) -> None:
             weight.fill_(torch.nan)
     torch.manual_seed(0)
     module.reset_parameters()
-    torch.manual_seed(0)
     fresh = case.build()
+    torch.manual_seed(0)
     fresh.reset_parameters()
     for (name, weight), other in zip(module.named_parameters(), fresh.to(place.device).parameters(), strict=True):
         assert weight.isfinite().all(), name
@@ -496,7 +496,7 @@ def test_new_weights_are_those_of_reset(place: Place, case: Case) -> None:
         assert (weight == 0).all() == (built[name] == 0).all(), name
         assert (weight == 1).all() == (built[name] == 1).all(), name
         assert weight.abs().max() <= 1, name
-        assert name.endswith("norm.weight") == bool((weight == 1).all()), name
+        assert name.endswith(("norm.weight", "mlp.0.weight")) == bool((weight == 1).all()), name
 
 
 @every_block

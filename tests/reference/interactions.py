@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -24,8 +25,8 @@ def each_row(rows: Tensor, function: Callable[[Tensor], Tensor], *shape: int) ->
 
 
 def normalised(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    centred = x - x.mean(-1, keepdim=True)
-    return centred / torch.sqrt((centred * centred).mean(-1, keepdim=True) + 1e-5) * weight + bias
+    """PyTorch's: of few numbers the gradient is a difference whose error another order of sums would change."""
+    return F.layer_norm(x, x.shape[-1:], weight, bias)
 
 
 def cross_net(rows: Tensor, of: Weights, num_layers: int) -> Tensor:
