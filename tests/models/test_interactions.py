@@ -64,6 +64,7 @@ CASES = {
     "one expert": Case(
         lambda **to: CrossNet(6, 1, rank=2, num_experts=1, **to), (6,), (6,), lambda x, of: twins.cross_experts(x, of, 1, "relu")
     ),
+    "dots": Case(lambda **_: DotInteraction(), (4, 3), (6,), lambda x, of: twins.dots(x)),
     "factorization machine": Case(
         lambda **_: FactorizationMachine(), (7, 3), (1,), lambda x, of: twins.factorization_machine(x, False)
     ),
@@ -98,6 +99,10 @@ CASES = {
     ),
 }
 every_block = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+# Whose rows may be a JaggedTensor's, and have one dimension for that.
+but_dots = pytest.mark.parametrize(
+    "case", [case for name, case in CASES.items() if name != "dots"], ids=[name for name in CASES if name != "dots"]
+)
 
 
 def drawn(module: nn.Module, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -129,7 +134,7 @@ def block_of(case: Case, place: Place, dtype: torch.dtype = torch.float32) -> nn
 
 
 def gradients(module: nn.Module, x: Tensor, *, is_dynamic: bool = False) -> list[Tensor]:
-    """The result, and the gradients of rows and weights; in a compiled block the number of rows may be one that it may not know."""
+    """The result, and the gradients of rows and weights; compiled for any number of rows where that is dynamic."""
     x = x.detach().requires_grad_()
     if is_dynamic:
         torch._dynamo.mark_dynamic(x, 0)
@@ -427,7 +432,7 @@ def test_number_of_operators_is_that_of_few(place: Place, build: Any, row: Any) 
     assert counts[0] == counts[1]
 
 
-@every_block
+@but_dots
 def test_other_leading_dimensions(place: Place, case: Case) -> None:
     module, x = block_of(case, place), torch.randn(2, 3, *case.row, device=place.device)
     expected = module(x.flatten(0, 1))
@@ -520,12 +525,17 @@ def test_copies_compute_the_same(place: Place, case: Case) -> None:
         assert all(torch.equal(*pair) for pair in zip(gradients(twin, x), expected, strict=True))
 
 
+@but_dots
+def test_vmap_over_rows(place: Place, case: Case) -> None:
+    module, x = block_of(case, place, torch.float64), torch.randn(5, *case.row, dtype=torch.float64, device=place.device)
+    torch.testing.assert_close(torch.func.vmap(module)(x), module(x))
+
+
 @every_block
-def test_transforms_of_torch_func(place: Place, case: Case) -> None:
-    """A row at a time, and the gradient of each row."""
+def test_gradients_of_each_row(place: Place, case: Case) -> None:
+    """By `torch.func`: those of weights add up to the batch's."""
     module, x = block_of(case, place, torch.float64), torch.randn(5, *case.row, dtype=torch.float64, device=place.device)
     weights = dict(module.named_parameters())
-    torch.testing.assert_close(torch.func.vmap(module)(x), module(x))
 
     def loss(of: dict[str, Tensor], row: Tensor) -> Tensor:
         return functional_call(module, of, (row[None],)).square().sum()

@@ -81,6 +81,12 @@ def factorization_machine(tokens: Tensor, keep_dim: bool) -> Tensor:
     return total if keep_dim else total.sum(1)[:, None]
 
 
+def dots(tokens: Tensor) -> Tensor:
+    """Every pair, the first of them first."""
+    n = tokens.shape[1]
+    return torch.stack([(tokens[:, i] * tokens[:, j]).sum(1) for i in range(n) for j in range(i + 1, n)], 1)
+
+
 def feature_tokens(rows: Tensor, of: Weights, widths: Sequence[int]) -> Tensor:
     """Each feature by itself: the weights of those of one width are counted in their order."""
     tokens, start = [], 0
