@@ -16,7 +16,7 @@ from jagged.modules.group_sparse import GroupSparseHead
 from jagged.modules.heads import CutCrossEntropyHead, HeadOutput, SampledCrossEntropyHead
 from jagged.modules.held_updates import HeldUpdates
 from jagged.modules.hstu import HSTUBlock
-from jagged.modules.interaction import CrossNet, DotInteraction, JaggedFeatureInteraction
+from jagged.modules.interaction import JaggedFeatureInteraction
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import with_values
 from jagged.modules.label_groups import LabelGroups, group_at_random, group_by_embedding, group_by_frequency
@@ -44,9 +44,7 @@ from jagged.modules.transformer import JaggedTransformerBlock
 __all__ = [
     "CacheForecast",
     "CacheStatistics",
-    "CrossNet",
     "CutCrossEntropyHead",
-    "DotInteraction",
     "GroupSparseHead",
     "HSTUBlock",
     "HeadOutput",

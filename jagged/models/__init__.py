@@ -19,6 +19,16 @@ from jagged.models.bert4rec import BERT4Rec  # noqa: E402
 from jagged.models.experts import PLE, EPNet, GateUnit, GroupedLinear, GroupedMLP, MMoE, PPNet  # noqa: E402
 from jagged.models.heads import build_head, build_output  # noqa: E402
 from jagged.models.hstu import HSTU  # noqa: E402
+from jagged.models.interactions import (  # noqa: E402
+    CrossNet,
+    DotInteraction,
+    FactorizationMachine,
+    FeatureTokens,
+    MaskBlock,
+    MaskNet,
+    Wukong,
+    WukongLayer,
+)
 from jagged.models.item_sequences import ItemSequenceModel  # noqa: E402
 from jagged.models.multilabel import MultiLabelModel, MultiLabelTask, SparseEncoder  # noqa: E402
 from jagged.models.next_item import NextItemTask  # noqa: E402
@@ -41,7 +51,11 @@ __all__ = [
     "PLE",
     "BERT4Rec",
     "BinaryLoss",
+    "CrossNet",
+    "DotInteraction",
     "EPNet",
+    "FactorizationMachine",
+    "FeatureTokens",
     "FocalLoss",
     "GateUnit",
     "GroupedLinear",
@@ -49,6 +63,8 @@ __all__ = [
     "ItemSequenceModel",
     "ListwiseLoss",
     "MMoE",
+    "MaskBlock",
+    "MaskNet",
     "MultiLabelModel",
     "MultiLabelTask",
     "NextItemTask",
@@ -63,6 +79,8 @@ __all__ = [
     "TaskLoss",
     "TaskOutput",
     "TaskScores",
+    "Wukong",
+    "WukongLayer",
     "build",
     "build_head",
     "build_output",

@@ -15,11 +15,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from jagged.data import Kind
 from jagged.data.moving import moved
 from jagged.evaluation import evaluating
+from jagged.models.interactions import CrossNet, DotInteraction
 from jagged.models.task import Task, TaskOutput, TaskScores
 from jagged.models.tasks import LOSSES, REQUEST_LOSSES, LossName, TaskLoss, loss_of, product_logits
 from jagged.modules import (
-    CrossNet,
-    DotInteraction,
     JaggedCrossAttention,
     JaggedMLP,
     JaggedModule,

@@ -25,9 +25,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 import jagged.modules
 from jagged.models import SASRec
 from jagged.modules import (
-    CrossNet,
     CutCrossEntropyHead,
-    DotInteraction,
     GroupSparseHead,
     HSTUBlock,
     InBatchSampler,
@@ -97,10 +95,6 @@ def counts() -> Tensor:
     return torch.arange(ITEMS) + 1
 
 
-def in_two(rows: JaggedTensor) -> JaggedTensor:
-    return JaggedTensor(rows.values().unflatten(1, (2, -1)), offsets=rows.offsets())
-
-
 def masked(module: ItemMasking, x: Inputs) -> Tensor:
     hidden: Tensor = module(x.items).targets >= 0
     return torch.where(hidden[:, None], x.rows.values(), 0)
@@ -133,10 +127,6 @@ CASES = {
     "times": Case(
         lambda: TimeEncoding(4, DIM), lambda module, x: module(x.rows, x.items.values(), x.items.offsets()[1:] % 7).values()
     ),
-    "cross net": Case(lambda: CrossNet(DIM, 2), lambda module, x: module(x.rows.values())),
-    "cross net of low rank": Case(lambda: CrossNet(DIM, 2, rank=3), lambda module, x: module(x.rows.values())),
-    "dot interaction": Case(DotInteraction, lambda module, x: module(in_two(x.rows).values())),
-    "dot interaction with context": Case(DotInteraction, lambda module, x: module(in_two(x.rows), x.targets[..., :4]).values()),
     "interaction": Case(JaggedFeatureInteraction, lambda module, x: module(x.rows, x.targets)),
     "target attention": Case(lambda: TargetAttention(DIM, (6, 4)), lambda module, x: module(x.rows, x.targets)),
     **{
