@@ -156,20 +156,10 @@ class LastOfUser(Section):
         return {}
 
 
-class RankingOptions(ModelOptions):
-    """A ranking model of requests with candidates."""
+class RequestModelOptions(ModelOptions):
+    """What models of requests with candidates have in common."""
 
-    name: Literal["ranking"] = option("ranking", "the model to train")
-    embedding_dim: int = option(16, "width of embedding tables and of the history", ge=1)
-    cross: Literal["dcn", "dot", "none"] = option("dcn", "how features are crossed")
-    cross_layers: int = option(3, "layers of the cross", when={"cross": ("dcn",)}, ge=1)
-    cross_rank: int | None = option(None, "rank of the cross; none for full", when={"cross": ("dcn",)}, ge=1)
-    num_layers: int = option(1, "transformer blocks on the history; 0 for none", ge=0)
-    num_heads: int = option(2, "attention heads; must divide embedding_dim", ge=1)
-    num_time_buckets: int | None = option(64, "buckets of the time since an event; none for none", ge=1)
-    layer_sizes: tuple[int, ...] = option(
-        (128, 64), "widths: where request and candidate meet, then of each task's hidden layers; may be repeated"
-    )
+    embedding_dim: int = option(16, "width of embedding tables", ge=1)
     dropout: float = option(0.0, "dropout probability", ge=0, lt=1)
     tasks: tuple[str, ...] = option((), "label to learn, may be repeated; all of them where none is named")
     conditional: tuple[str, ...] = option(
@@ -190,28 +180,105 @@ class RankingOptions(ModelOptions):
     implied: bool = option(False, "count a row with such a label 1 as one with the other 1, too, in place of an error")
 
     def contradictions(self) -> Iterator[Problem]:
-        """The heads share the width; conditions are pairs."""
-        if self.embedding_dim % self.num_heads:
-            yield Problem("num_heads", f"got {self.num_heads}, expected a divisor of embedding_dim ({self.embedding_dim})")
-        if not self.layer_sizes or min(self.layer_sizes) < 1:
-            yield Problem("layer_sizes", f"got {list(self.layer_sizes)}, expected one width or several, each at least 1")
+        """Conditions are pairs, and every layer has a width."""
+        for name, widths in self:
+            if name.endswith("_sizes") and (not widths or min(widths) < 1):
+                yield Problem(name, f"got {list(widths)}, expected one width or several, each at least 1")
         for pair in self.conditional:
             if pair.count("=") != 1 or not all(pair.split("=")):
                 yield Problem("conditional", f"got {pair!r}, expected two labels, for example buy=click")
         if self.conditional and self.loss in ("listwise", "pairwise"):
             yield Problem("loss", f"got {self.loss}, expected binary or focal beside conditional, which multiplies probabilities")
 
-    def arguments(self) -> dict[str, Any]:
-        """The options of `jagged.models.RankingModel.of`."""
-        values = self.model_dump(exclude={"name", "tasks", "conditional", "layer_sizes"})
+    def arguments(self, max_history: int) -> dict[str, Any]:
+        """The options of `of` of the class of `jagged.models` that has the name.
+
+        Args:
+            max_history: the longest history that batches have.
+        """
+        values = self.model_dump(exclude={"name"})
         pairs = (pair.split("=") for pair in self.conditional)
         return {
-            **values,
-            "cross": None if self.cross == "none" else self.cross,
-            "layer_sizes": list(self.layer_sizes),
+            **{name: list(of) if isinstance(of, tuple) else of for name, of in values.items()},
             "tasks": list(self.tasks) or None,
             "conditional": {child.strip(): parent.strip() for child, parent in pairs},
         }
+
+
+class RankingOptions(RequestModelOptions):
+    """The general model of requests with candidates."""
+
+    name: Literal["ranking"] = option("ranking", "the model to train")
+    embedding_dim: int = option(16, "width of embedding tables and of the history", ge=1)
+    cross: Literal["dcn", "dot", "none"] = option("dcn", "how features are crossed")
+    cross_layers: int = option(3, "layers of the cross", when={"cross": ("dcn",)}, ge=1)
+    cross_rank: int | None = option(None, "rank of the cross; none for full", when={"cross": ("dcn",)}, ge=1)
+    num_layers: int = option(1, "transformer blocks on the history; 0 for none", ge=0)
+    num_heads: int = option(2, "attention heads; must divide embedding_dim", ge=1)
+    num_time_buckets: int | None = option(64, "buckets of the time since an event; none for none", ge=1)
+    layer_sizes: tuple[int, ...] = option(
+        (128, 64), "widths: where request and candidate meet, then of each task's hidden layers; may be repeated"
+    )
+
+    def contradictions(self) -> Iterator[Problem]:
+        """The heads share the width."""
+        if self.embedding_dim % self.num_heads:
+            yield Problem("num_heads", f"got {self.num_heads}, expected a divisor of embedding_dim ({self.embedding_dim})")
+        yield from super().contradictions()
+
+    def arguments(self, max_history: int) -> dict[str, Any]:
+        """With the longest history, of which each place has a vector."""
+        found = super().arguments(max_history)
+        cross = None if found.get("cross") == "none" else found.get("cross")
+        return {**found, "cross": cross, "max_history": max_history}
+
+
+class MixtureOptions(RankingOptions):
+    """The general model with experts that its tasks share."""
+
+    name: Literal["mmoe"] = option("mmoe", "the model to train")  # type: ignore[assignment]
+    cross: Literal["dcn", "dot", "none"] = option("none", "how features are crossed")
+    experts: Literal["mmoe", "ple"] = option("mmoe", "experts of all tasks, or layers of experts of each task and of all")
+    num_experts: int = option(4, "experts; of ple those of each task, and the shared ones", ge=1)
+    expert_sizes: tuple[int, ...] = option((64,), "widths of an expert's layers; may be repeated")
+    expert_layers: int = option(1, "layers of experts", when={"experts": ("ple",)}, ge=1)
+
+
+class DLRMOptions(RequestModelOptions):
+    """DLRM: products of pairs of features, and a perceptron over them."""
+
+    name: Literal["dlrm"] = option("dlrm", "the model to train")
+    bottom_sizes: tuple[int, ...] = option((64,), "widths of the hidden layers on numbers; may be repeated")
+    top_sizes: tuple[int, ...] = option((128, 64), "widths of the hidden layers over products; may be repeated")
+
+
+class DCNv2Options(RequestModelOptions):
+    """DCN V2: crosses of all features of a row, and a perceptron."""
+
+    name: Literal["dcnv2"] = option("dcnv2", "the model to train")
+    cross_layers: int = option(3, "layers of the cross", ge=1)
+    cross_rank: int | None = option(None, "rank of the cross; none for full", ge=1)
+    cross_experts: int | None = option(None, "experts of low rank in each layer of the cross; none for no mixture", ge=1)
+    structure: Literal["stacked", "parallel"] = option("stacked", "the perceptron behind the cross, or beside it")
+    layer_sizes: tuple[int, ...] = option((128, 64), "widths of the perceptron's layers; may be repeated")
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Experts have a low rank."""
+        yield from super().contradictions()
+        if self.cross_experts is not None and self.cross_rank is None:
+            yield Problem("cross_experts", f"got {self.cross_experts}, expected model.cross_rank beside it")
+
+
+class WukongOptions(RequestModelOptions):
+    """Wukong: layers of factorization machines over a token of each feature."""
+
+    name: Literal["wukong"] = option("wukong", "the model to train")
+    num_layers: int = option(2, "layers", ge=1)
+    num_fm_tokens: int = option(8, "tokens of products in each layer", ge=1)
+    num_linear_tokens: int = option(8, "tokens of linear combinations in each layer", ge=1)
+    rank: int = option(8, "combinations of its tokens that each token meets", ge=1)
+    hidden_sizes: tuple[int, ...] = option((64,), "widths of the hidden layers on products in each layer; may be repeated")
+    top_sizes: tuple[int, ...] = option((128, 64), "widths of the hidden layers over tokens; may be repeated")
 
 
 class RankingTrainingOptions(LoopOptions):

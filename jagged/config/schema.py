@@ -51,11 +51,16 @@ from jagged.config.ranking import (
     ByOrder,
     ByTime,
     ByUser,
+    DCNv2Options,
+    DLRMOptions,
     LastOfUser,
+    MixtureOptions,
     RankingEvaluationOptions,
     RankingOptions,
     RankingTrainingOptions,
+    RequestModelOptions,
     TableOptions,
+    WukongOptions,
 )
 from jagged.config.section import (
     ConfigError,
@@ -85,7 +90,7 @@ SECTIONS: dict[str, list[type[Section]]] = {
 RANKING_SECTIONS: dict[str, list[type[Section]]] = {
     "data": [TableOptions],
     "split": [ByTime, ByOrder, ByUser, ByColumn, LastOfUser],
-    "model": [RankingOptions],
+    "model": [RankingOptions, DLRMOptions, DCNv2Options, WukongOptions, MixtureOptions],
     "training": [RankingTrainingOptions],
     "evaluation": [RankingEvaluationOptions],
 }
@@ -248,7 +253,7 @@ class RankingConfig(JobConfig):
     output: str = option("runs/ranking", "directory to write the run into")
     data: TableOptions
     split: ByTime | ByOrder | ByUser | ByColumn | LastOfUser
-    model: RankingOptions
+    model: SerializeAsAny[RequestModelOptions]
     training: RankingTrainingOptions
     evaluation: RankingEvaluationOptions
 

@@ -16,7 +16,10 @@ from jagged.versions import warn_of_problems
 warn_of_problems()
 
 from jagged.models.bert4rec import BERT4Rec  # noqa: E402
+from jagged.models.dcnv2 import DCNv2  # noqa: E402
+from jagged.models.dlrm import DLRM  # noqa: E402
 from jagged.models.experts import PLE, EPNet, GateUnit, GroupedLinear, GroupedMLP, MMoE, PPNet  # noqa: E402
+from jagged.models.features import RankingInputs  # noqa: E402
 from jagged.models.heads import build_head, build_output  # noqa: E402
 from jagged.models.hstu import HSTU  # noqa: E402
 from jagged.models.interactions import (  # noqa: E402
@@ -30,28 +33,42 @@ from jagged.models.interactions import (  # noqa: E402
     WukongLayer,
 )
 from jagged.models.item_sequences import ItemSequenceModel  # noqa: E402
+from jagged.models.mixture import MixtureModel  # noqa: E402
 from jagged.models.multilabel import MultiLabelModel, MultiLabelTask, SparseEncoder  # noqa: E402
 from jagged.models.next_item import NextItemTask  # noqa: E402
-from jagged.models.ranking import RankingInputs, RankingModel  # noqa: E402
+from jagged.models.ranking import RankingModel  # noqa: E402
+from jagged.models.request_model import RequestModel  # noqa: E402
 from jagged.models.sasrec import SASRec  # noqa: E402
 from jagged.models.serving import export_scores, scoring_tensors  # noqa: E402
 from jagged.models.task import RankingTask, Task, TaskOutput, TaskScores  # noqa: E402
 from jagged.models.tasks import BinaryLoss, FocalLoss, ListwiseLoss, PairwiseLoss, TaskLoss, product_logits  # noqa: E402
+from jagged.models.wukong import WukongModel  # noqa: E402
 
 _MODELS: dict[str, Callable[..., nn.Module]] = {
     "bert4rec": BERT4Rec,
+    "dcnv2": DCNv2,
+    "dlrm": DLRM,
     "hstu": HSTU,
+    "mmoe": MixtureModel,
     "multilabel": MultiLabelModel,
     "ranking": RankingModel,
     "sasrec": SASRec,
+    "wukong": WukongModel,
+}
+#: Models of a table's requests by name.
+REQUEST_MODELS: dict[str, type[RequestModel]] = {
+    name: model for name, model in _MODELS.items() if isinstance(model, type) and issubclass(model, RequestModel)
 }
 
 __all__ = [
+    "DLRM",
     "HSTU",
     "PLE",
+    "REQUEST_MODELS",
     "BERT4Rec",
     "BinaryLoss",
     "CrossNet",
+    "DCNv2",
     "DotInteraction",
     "EPNet",
     "FactorizationMachine",
@@ -65,6 +82,7 @@ __all__ = [
     "MMoE",
     "MaskBlock",
     "MaskNet",
+    "MixtureModel",
     "MultiLabelModel",
     "MultiLabelTask",
     "NextItemTask",
@@ -73,6 +91,7 @@ __all__ = [
     "RankingInputs",
     "RankingModel",
     "RankingTask",
+    "RequestModel",
     "SASRec",
     "SparseEncoder",
     "Task",
@@ -81,6 +100,7 @@ __all__ = [
     "TaskScores",
     "Wukong",
     "WukongLayer",
+    "WukongModel",
     "build",
     "build_head",
     "build_output",

@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.data.moving import moved
 from jagged.evaluation import evaluating
-from jagged.models.ranking import RankingModel
+from jagged.models.request_model import RequestModel
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _VALUES, _LENGTHS, _WEIGHTS = ".values", ".lengths", ".weights"
 
 
-def scoring_tensors(model: RankingModel, batch: Batch) -> dict[str, Tensor]:
+def scoring_tensors(model: RequestModel, batch: Batch) -> dict[str, Tensor]:
     """Return what an exported program reads of a batch.
 
     These are the batch's fields that `model.inputs.fields` names, without labels and weights of rows. A KeyedJaggedTensor stands
@@ -57,7 +57,7 @@ def scoring_tensors(model: RankingModel, batch: Batch) -> dict[str, Tensor]:
     return {name: of.clone() for name, of in found.items()}
 
 
-def export_scores(model: RankingModel, batch: Batch) -> ExportedProgram:
+def export_scores(model: RequestModel, batch: Batch) -> ExportedProgram:
     """Export the scores of candidates.
 
     The program takes tensors, as of `scoring_tensors`, and returns by task the logits of the candidates, float32 `[S]`. Numbers
@@ -90,7 +90,7 @@ def export_scores(model: RankingModel, batch: Batch) -> ExportedProgram:
 class _Scores(nn.Module):
     """Logits of tensors."""
 
-    def __init__(self, model: RankingModel) -> None:
+    def __init__(self, model: RequestModel) -> None:
         super().__init__()
         self.model = model
 

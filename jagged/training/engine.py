@@ -16,7 +16,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from jagged.config import TrainerConfig
 from jagged.data.moving import Carried
-from jagged.models import NextItemTask, RankingModel
+from jagged.models import NextItemTask, RequestModel
 from jagged.models.pretrained import apart
 from jagged.models.task import explained
 from jagged.modules import HeldUpdates, RowSplit, SplitEmbeddingCollection
@@ -138,14 +138,14 @@ class Engine:
         """
         self._parallel.train()
         pipeline: Any
-        if self._sharded is not None and isinstance(self.task, RankingModel):
+        if self._sharded is not None and isinstance(self.task, RequestModel):
             # Of the models with collections this is the one that is known to be traced; its batches are no others than its own.
             pipeline = TrainPipelineSparseDist(self._parallel, self.optimizer, self.processes.device)
             batches = iter(batches)
         else:
             made = (self._parallel, self.optimizer, self.processes.device)
             pipeline, batches = TrainPipelineBase(*made), carried(batches)
-            if self._caches and isinstance(self.task, RankingModel):
+            if self._caches and isinstance(self.task, RequestModel):
                 pipeline = _Prefetching(*made, self.task.prefetch)
         try:
             yield from self._progress(pipeline, batches, left)

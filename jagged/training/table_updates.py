@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from jagged.config import TrainerConfig
 from jagged.config.options import LoopOptions
-from jagged.models import BERT4Rec, ItemSequenceModel, NextItemTask, RankingModel
+from jagged.models import BERT4Rec, ItemSequenceModel, NextItemTask, RequestModel
 from jagged.modules import CutCrossEntropyHead, HeldUpdates, SampledCrossEntropyHead, replace_embeddings
 from jagged.modules.row_cache import BYTES_OF_ROW
 from jagged.modules.trained_tables import TrainedTables
@@ -71,7 +71,7 @@ def updates_rows(task: nn.Module, config: LoopOptions, world_size: int) -> bool:
     # Of BERT4Rec's table a part is scored against.
     if isinstance(task, NextItemTask) and isinstance(task.model, ItemSequenceModel) and not isinstance(task.model, BERT4Rec):
         return of_rows_alone(config) is not None or task.head is None or isinstance(task.head, SampledCrossEntropyHead)
-    return isinstance(task, RankingModel)
+    return isinstance(task, RequestModel)
 
 
 def keep_on_host(task: nn.Module, config: LoopOptions, world_size: int) -> None:
@@ -86,7 +86,7 @@ def keep_on_host(task: nn.Module, config: LoopOptions, world_size: int) -> None:
         return
     if world_size > 1:
         _refuse_cache(config, f"{world_size} processes", "one", "share tables by table_plan, or leave it out")
-    if not isinstance(task, RankingModel):
+    if not isinstance(task, RequestModel):
         expected = "a RankingModel, whose tables are read by lookups alone"
         _refuse_cache(config, f"a {type(task).__name__}", expected, "leave it out")
     names = table_names(task)

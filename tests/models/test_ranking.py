@@ -26,7 +26,7 @@ from jagged.data.table_batches import Batch
 from jagged.data.table_splits import Split
 from jagged.models import RankingInputs, RankingModel, build, export_scores, product_logits, scoring_tensors
 from jagged.models.pretrained import load_task, save_task
-from jagged.models.ranking import interval_borders
+from jagged.models.features import interval_borders
 from jagged.training import Trainer
 from tests.models.shops import COLUMNS, PLAIN, shop
 from tests.places import PLACE

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from jagged.artifacts import CheckpointError, message, shown
 from jagged.data import DataError, Dataset, Kind, Part
 from jagged.data.errors import refuse
-from jagged.models import RankingInputs, RankingModel
+from jagged.models import RankingInputs, RequestModel
 from jagged.models.pretrained import ENCODERS, EVENT_SCHEMA, MODEL, SCHEMA, SPLIT, PretrainedTask
 
 _COPY = "copy the directory again"
@@ -49,7 +49,7 @@ def check_opened(opened: PretrainedTask) -> None:
         CheckpointError: with the file.
     """
     directory, model, split = opened.directory, opened.task, opened.split
-    if not isinstance(model, RankingModel):
+    if not isinstance(model, RequestModel):
         raise CheckpointError(message(directory / MODEL, f"a {type(model).__name__}", "a ranking model", _COPY))
     for table, size in model.config["sizes"].items():
         if opened.encoders.sizes.get(table) != size:

@@ -19,7 +19,7 @@ from jagged.config import RankingConfig
 from jagged.data import Dataset, Kind, Split, synthetic_impressions
 from jagged.data.table_loader import RequestLoader
 from jagged.metrics import RunMetrics
-from jagged.models import RankingModel
+from jagged.models import REQUEST_MODELS
 from jagged.models.pretrained import CONFIG, save_task
 from jagged.runs.ranking.run import DATASET, hardware, split_column, split_dataset
 from jagged.runs.starting import data_folder, nothing_left_of_a_false_start
@@ -65,7 +65,7 @@ def train_ranking(
         split = split_dataset(config, dataset, progress=shown)
         torch.manual_seed(config.seed)
         try:
-            model = RankingModel.of(split, max_history=config.data.max_history, **config.model.arguments())
+            model = REQUEST_MODELS[config.model.name].of(split, **config.model.arguments(config.data.max_history))
         except ValueError as error:
             raise TrainingError(f"model: {error}") from None
         keep_on_host(model, config.trainer, processes.world_size)
