@@ -154,7 +154,7 @@ def test_block_is_its_twin(place: Place, case: Case, dtype: torch.dtype, rows: i
 
 @settings(max_examples=20)
 @given(
-    st.integers(0, 4), st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.sampled_from(["relu", "silu", "gelu"]),
+    st.integers(0, 4), st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.sampled_from(["relu", "silu"]),
     st.integers(1, 3), seeds(),
 )  # fmt: skip
 def test_experts_are_gated_crosses(
@@ -300,6 +300,16 @@ def fill(module: nn.Module, **weights: Any) -> None:
     state = {name.replace("__", "."): torch.tensor(weight) for name, weight in weights.items()}
     module.load_state_dict(state, strict=False)
     assert set(state) <= set(module.state_dict())
+
+
+def test_experts_with_gelu(place: Place) -> None:
+    """In float64, since PyTorch's gelu of one number in float32 is another approximation than that of several."""
+    module = CrossNet(5, 2, rank=3, num_experts=2, activation="gelu").to(place.device)
+    of = drawn(module, 0, torch.float64)
+    x = random_tensor((4, 5), torch.float64, 9)
+    found = functional_call(module, of, (x,))
+    torch.testing.assert_close(found, twins.cross_experts(x, of, 2, "gelu"))
+    assert not torch.allclose(found, twins.cross_experts(x, of, 2, "silu"))
 
 
 def test_experts_by_hand(place: Place) -> None:
