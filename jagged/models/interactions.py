@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import cast
 
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from jagged.models.experts import GroupedLinear
 from jagged.modules import JaggedModule, with_values
 from jagged.modules.jagged_tensor import check_samples
 from jagged.ops import ACTIVATIONS, Activation, jagged_dense_bmm
@@ -115,9 +115,9 @@ class _Experts(JaggedModule):
         super().__init__()
         self.activation = activation
         self.down = nn.Linear(width, count * rank, bias=False, device=device)
-        self.inner = _Linears(count, rank, rank, bias=False, device=device)
+        self.inner = GroupedLinear(rank, rank, count, bias=False, device=device)
         # Scaled as one expert's, since gates may choose one alone.
-        self.up = _Linears(count, rank, width, bias=False, device=device)
+        self.up = GroupedLinear(rank, width, count, bias=False, device=device)
         self.gate = nn.Linear(width, count, bias=False, device=device) if count > 1 else None
         self.bias = nn.Parameter(torch.zeros(width, device=device))
 
@@ -128,11 +128,11 @@ class _Experts(JaggedModule):
     def forward(self, x: Tensor) -> Tensor:
         rows, activation = x.reshape(-1, x.shape[-1]), ACTIVATIONS[self.activation]
         count, rank = self.inner.weight.shape[:2]
-        low = activation(self.down(rows)).unflatten(1, (count, rank)).transpose(0, 1)
-        low = activation(self.inner(low)).transpose(0, 1)
+        low = activation(self.inner(activation(self.down(rows)).unflatten(1, (count, rank))))
         if self.gate is not None:
             low = low * self.gate(rows).softmax(1)[:, :, None]
-        summed = torch.addmm(self.bias, low.flatten(1), self.up.weight.flatten(0, 1))
+        # The experts' matrices side by side.
+        summed = torch.addmm(self.bias, low.flatten(1), self.up.weight.transpose(1, 2).flatten(0, 1))
         return summed.view(x.shape)
 
 
@@ -276,7 +276,7 @@ class FeatureTokens(JaggedModule):
         # Features of one width side by side: (width, how many).
         self.runs = [(width, len(list(run))) for width, run in itertools.groupby(self.widths)]
         self.projections = nn.ModuleDict(
-            {str(width): _Linears(self.widths.count(width), width, token_dim, device=device) for width in dict(self.runs)}
+            {str(width): GroupedLinear(width, token_dim, self.widths.count(width), device=device) for width in dict(self.runs)}
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -288,7 +288,7 @@ class FeatureTokens(JaggedModule):
             of_width.setdefault(width, []).append(run.unflatten(1, (count, width)))
         tokens: dict[int, list[Tensor]] = {}
         for width, parts in of_width.items():
-            projected = self.projections[str(width)](_joined(parts).transpose(0, 1)).transpose(0, 1)
+            projected = self.projections[str(width)](_joined(parts))
             tokens[width] = list(projected.split([part.shape[1] for part in parts], 1))
         return _joined([tokens[width].pop(0) for width, _ in self.runs]).reshape(*x.shape[:-1], len(self.widths), self.token_dim)
 
@@ -594,43 +594,24 @@ class _MaskBlocks(nn.Module):
         self.count = count
         self.norm = nn.LayerNorm(in_features, device=device)
         self.mask = nn.Linear(in_features, count * mask_features, device=device)
-        self.mask_out = _Linears(count, mask_features, in_features, device=device)
-        self.hidden = _Linears(count, in_features, out_features, bias=False, device=device)
+        self.mask_out = GroupedLinear(mask_features, in_features, count, device=device)
+        self.hidden = GroupedLinear(in_features, out_features, count, bias=False, device=device)
         self.hidden_norm = _LayerNorms(count, out_features, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        masks = self.mask_out(self.mask(rows).relu().unflatten(1, (self.count, -1)).transpose(0, 1))
-        hidden = self.hidden_norm(self.hidden(masks * self.norm(rows))).relu()
-        return hidden.transpose(0, 1).reshape(*x.shape[:-1], hidden.shape[0] * hidden.shape[2])
-
-
-class _Linears(nn.Module):
-    """As many linear layers as rows in the first dimension, `[count, N, in]` to `[count, N, out]`, in one batched product."""
-
-    def __init__(self, count: int, in_features: int, out_features: int, *, bias: bool = True, device: Device = None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(count, in_features, out_features, device=device))
-        self.bias = nn.Parameter(torch.empty(count, 1, out_features, device=device)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draw as `nn.Linear` does."""
-        bound = 1 / math.sqrt(self.weight.shape[1])
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter, -bound, bound)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.bmm(x, self.weight) if self.bias is None else torch.baddbmm(self.bias, x, self.weight)
+        masks = self.mask_out(self.mask(rows).relu().unflatten(1, (self.count, -1)))
+        hidden = self.hidden_norm(self.hidden(masks * self.norm(rows)[:, None])).relu()
+        return hidden.reshape(*x.shape[:-1], self.count * hidden.shape[2])
 
 
 class _LayerNorms(nn.Module):
-    """Layer norms of `[count, N, width]`, each with a scale and a shift of its own."""
+    """Layer norms of `[N, count, width]`, each with a scale and a shift of its own."""
 
     def __init__(self, count: int, width: int, *, device: Device = None) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(count, 1, width, device=device))
-        self.bias = nn.Parameter(torch.zeros(count, 1, width, device=device))
+        self.weight = nn.Parameter(torch.ones(count, width, device=device))
+        self.bias = nn.Parameter(torch.zeros(count, width, device=device))
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)

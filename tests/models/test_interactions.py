@@ -285,8 +285,8 @@ def test_experts_are_torchrecs(place: Place, experts: int) -> None:
             layer.bias.normal_()
             theirs.bias[number].copy_(layer.bias[:, None])
             theirs.V_kernels[number].copy_(layer.down.weight.unflatten(0, (experts, 2)))
-            theirs.C_kernels[number].copy_(layer.inner.weight.transpose(1, 2))
-            theirs.U_kernels[number].copy_(layer.up.weight.transpose(1, 2))
+            theirs.C_kernels[number].copy_(layer.inner.weight)
+            theirs.U_kernels[number].copy_(layer.up.weight)
             if experts > 1:
                 layer.gate.weight.copy_(ours.layers[0].gate.weight)
                 for gate, weight in zip(theirs.gates, layer.gate.weight, strict=True):
@@ -589,7 +589,7 @@ def test_states_of_cross_nets() -> None:
         "layers.0.bias": (4,),
         "layers.0.down.weight": (6, 4),
         "layers.0.inner.weight": (3, 2, 2),
-        "layers.0.up.weight": (3, 2, 4),
+        "layers.0.up.weight": (3, 4, 2),
         "layers.0.gate.weight": (3, 4),
     }
 

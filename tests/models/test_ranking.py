@@ -24,9 +24,21 @@ from jagged.config import TrainerConfig
 from jagged.data import DataError, Dataset
 from jagged.data.table_batches import Batch
 from jagged.data.table_splits import Split
-from jagged.models import RankingInputs, RankingModel, build, export_scores, product_logits, scoring_tensors
-from jagged.models.pretrained import load_task, save_task
+from jagged.models import (
+    DLRM,
+    DCNv2,
+    MixtureModel,
+    RankingInputs,
+    RankingModel,
+    RequestModel,
+    WukongModel,
+    build,
+    export_scores,
+    product_logits,
+    scoring_tensors,
+)
 from jagged.models.features import interval_borders
+from jagged.models.pretrained import load_task, save_task
 from jagged.training import Trainer
 from tests.models.shops import COLUMNS, PLAIN, shop
 from tests.places import PLACE
@@ -37,6 +49,7 @@ pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="modules run o
 
 LISTS = ("request", "user", "item", "time", "click", "liked", "tags")
 BUY = {"conditional": {"buy": "click"}}
+WUKONG = {"num_fm_tokens": 3, "num_linear_tokens": 2, "rank": 2, "hidden_sizes": (6,), "top_sizes": (7,)}
 #: Columns and how they are read, and options of the model.
 VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "everything": ((), {"beside": True}, {"table_dims": {"item": 6, "tags": 4, "topics": 2}, "num_layers": 2, **BUY}),
@@ -55,6 +68,36 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "requests alone": (("user", "type", "age", "click"), {}, {"cross": "dot"}),
     "numbers alone": (("time", "age", "sizes", "click"), {}, {}),
     "one id": (("time", "type", "click"), {}, {"cross": None}),
+    "experts": (PLAIN, {"history": "events"}, {"class": MixtureModel, "num_experts": 3, "expert_sizes": (5, 4)}),
+    "experts of tasks": (
+        ("request", *PLAIN, "genres", "tags"),
+        {},
+        {
+            "class": MixtureModel,
+            "experts": "ple",
+            "num_experts": 2,
+            "expert_sizes": (5,),
+            "expert_layers": 2,
+            "cross": "dcn",
+            **BUY,
+        },
+    ),
+    "dlrm": ((), {"beside": True}, {"class": DLRM, "bottom_sizes": (6,), "top_sizes": (7, 5), **BUY}),
+    "dlrm of candidates alone": (("item", "time", "price", "genres", "click"), {}, {"class": DLRM, "bottom_sizes": ()}),
+    "dlrm of requests alone": (("user", "type", "age", "click"), {}, {"class": DLRM, "top_sizes": (6,)}),
+    "dcnv2": ((), {"beside": True}, {"class": DCNv2, "table_dims": {"item": 6, "tags": 4, "topics": 2}, **BUY}),
+    "dcnv2 in parallel": (
+        PLAIN,
+        {"history": "events"},
+        {"class": DCNv2, "structure": "parallel", "cross_rank": 3, "cross_experts": 2, "cross_layers": 2},
+    ),
+    "wukong": ((), {"beside": True}, {"class": WukongModel, "table_dims": {"item": 6, "tags": 4, "topics": 2}, **WUKONG, **BUY}),
+    "wukong of requests alone": (("user", "type", "age", "click"), {}, {"class": WukongModel, **WUKONG}),
+}
+#: Options that tests have of all models of a class.
+COMMON: dict[type[RequestModel], dict[str, Any]] = {
+    **dict.fromkeys((RankingModel, MixtureModel, DCNv2), {"layer_sizes": (12, 6)}),
+    **dict.fromkeys((DLRM, WukongModel), {}),
 }
 #: Those that other variants cover in part.
 LONG = ("lists and events by dots",)
@@ -68,12 +111,14 @@ def splits() -> dict[str, Split]:
     return {}
 
 
-def of_variant(splits: dict[str, Split], name: str, **more: Any) -> tuple[Split, RankingModel]:
+def of_variant(splits: dict[str, Split], name: str, **more: Any) -> tuple[Split, RequestModel]:
     names, reading, options = VARIANTS[name]
     if name not in splits:
         splits[name] = shop(*names, **reading)
     torch.manual_seed(0)
-    model = RankingModel.of(splits[name], **{"embedding_dim": 8, "layer_sizes": (12, 6), **options, **more})
+    options = {**options, **more}
+    kind = options.pop("class", RankingModel)
+    model = kind.of(splits[name], **{"embedding_dim": 8, **COMMON[kind], **options})
     with torch.no_grad():
         # Tables and biases as small as new ones would hide what is done with them.
         for parameter in model.parameters():
@@ -93,7 +138,7 @@ class Exact(EmbeddingCollection):
         }
 
 
-def doubled(model: RankingModel) -> RankingModel:
+def doubled(model: RequestModel) -> RequestModel:
     for collection in model.sequences:
         collection.__class__ = Exact
     for collection in model.bags.values():

@@ -60,8 +60,8 @@ def cross_experts(rows: Tensor, of: Weights, num_layers: int, activation: str) -
             total = x
             for expert in range(count):
                 low = act(down[expert * rank : (expert + 1) * rank] @ x)
-                low = act(inner[expert].T @ low)
-                total = total + gates[expert] * (first * (up[expert].T @ low + bias))
+                low = act(inner[expert] @ low)
+                total = total + gates[expert] * (first * (up[expert] @ low + bias))
             x = total
         return x
 
@@ -89,8 +89,8 @@ def feature_tokens(rows: Tensor, of: Weights, widths: Sequence[int]) -> Tensor:
     tokens, start = [], 0
     for place, width in enumerate(widths):
         number = list(widths[:place]).count(width)
-        weight, bias = of[f"projections.{width}.weight"][number], of[f"projections.{width}.bias"][number, 0]
-        tokens.append(rows[:, start : start + width] @ weight + bias)
+        weight, bias = of[f"projections.{width}.weight"][number], of[f"projections.{width}.bias"][number]
+        tokens.append(rows[:, start : start + width] @ weight.T + bias)
         start += width
     return torch.stack(tokens, 1)
 
@@ -153,11 +153,11 @@ def parallel_masks(rows: Tensor, of: Weights, num_blocks: int) -> Tensor:
             "norm.bias": of["blocks.norm.bias"],
             "mask.0.weight": of["blocks.mask.weight"][part],
             "mask.0.bias": of["blocks.mask.bias"][part],
-            "mask.2.weight": of["blocks.mask_out.weight"][block].T,
-            "mask.2.bias": of["blocks.mask_out.bias"][block, 0],
-            "hidden.weight": of["blocks.hidden.weight"][block].T,
-            "hidden_norm.weight": of["blocks.hidden_norm.weight"][block, 0],
-            "hidden_norm.bias": of["blocks.hidden_norm.bias"][block, 0],
+            "mask.2.weight": of["blocks.mask_out.weight"][block],
+            "mask.2.bias": of["blocks.mask_out.bias"][block],
+            "hidden.weight": of["blocks.hidden.weight"][block],
+            "hidden_norm.weight": of["blocks.hidden_norm.weight"][block],
+            "hidden_norm.bias": of["blocks.hidden_norm.bias"][block],
         }
         found.append(mask_block(rows, rows, own))
     return torch.cat(found, 1)

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from jagged.data.table_batches import Batch
-from jagged.models import RankingModel
+from jagged.models import DLRM, DCNv2, RequestModel, WukongModel
 from tests.reference.attention import padded, time_buckets
+from tests.reference.experts import grouped_mlp, mmoe, ple
+from tests.reference.interactions import cross_experts, feature_tokens, wukong
 from tests.reference.transformer import PaddedCrossAttention, PaddedTransformerBlock
 
 
@@ -39,8 +41,9 @@ def rank(x: float, borders: Sequence[float]) -> float:
 class Padded:
     """The loss of a batch, and logits `[S]` of every task."""
 
-    def __init__(self, model: RankingModel) -> None:
+    def __init__(self, model: RequestModel) -> None:
         self.model, self.config, self.inputs = model, model.config, model.scorer.inputs
+        self.encodes = len(model.scorer.histories) > 0
         self.weights = dict(model.named_parameters())
         self.tables: dict[str, Tensor] = {}
         for prefix, module in model.named_modules():
@@ -105,6 +108,19 @@ class Padded:
         x = padded(shown, lengths)
         place = torch.arange(x.shape[1])
         filled = place < lengths[:, None]
+        x = self.encoded(of, batch, x, lengths, filled, is_gathered) if self.encodes else x
+        counts = filled.double()
+        if is_gathered and self.inputs.history_weights:
+            counts = padded(batch.history_weights.double(), lengths)
+        totals = counts.sum(1, keepdim=True)
+        tables = self.inputs.history if is_gathered else {key: self.inputs.list_histories[key]}
+        ids = [padded(self.table(table)[batch.features[name].values()], lengths) for name, table in tables.items()]
+        averaged = [*ids, x] if self.encodes else ids
+        return x, filled, [(counts[:, :, None] * one).sum(1) / totals.where(totals > 0, 1) for one in averaged]
+
+    def encoded(self, of: str, batch: Batch, x: Tensor, lengths: Tensor, filled: Tensor, is_gathered: bool) -> Tensor:
+        """Events that have seen those before them."""
+        place = torch.arange(x.shape[1])
         from_end = (lengths[:, None] - 1 - place).clamp(0, self.config["max_history"] - 1)
         x = self.linear(f"{of}.projection", x) + self.of(f"{of}.positions")["weight"][from_end]
         if is_gathered and (count := self.config["num_time_buckets"]) is not None:
@@ -116,14 +132,7 @@ class Padded:
             block = PaddedTransformerBlock(width, heads, heads, False, "pre")
             x = functional_call(block, self.of(f"{of}.blocks.{number}"), (x, visible, place[None]))
         norm = self.of(f"{of}.norm")
-        x = nn.functional.layer_norm(x, (width,), norm["weight"], norm["bias"])
-        counts = filled.double()
-        if is_gathered and self.inputs.history_weights:
-            counts = padded(batch.history_weights.double(), lengths)
-        totals = counts.sum(1, keepdim=True)
-        tables = self.inputs.history if is_gathered else {key: self.inputs.list_histories[key]}
-        ids = [padded(self.table(table)[batch.features[name].values()], lengths) for name, table in tables.items()]
-        return x, filled, [(counts[:, :, None] * one).sum(1) / totals.where(totals > 0, 1) for one in (*ids, x)]
+        return nn.functional.layer_norm(x, (width,), norm["weight"], norm["bias"])
 
     def __call__(self, batch: Batch, statistics: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, counts = self.inputs, batch.candidate_offsets.diff()
@@ -140,7 +149,7 @@ class Padded:
             shown[next(iter(inputs.history))] = self.gathered(batch, self.normal("history", batch, statistics))
         shown |= {key: self.table(table)[batch.features[key].values()] for key, table in inputs.list_histories.items()}
         queries = None
-        if shown and (item or of_item):
+        if self.encodes and (item or of_item):
             queries = padded(self.linear("query", torch.cat([*item, *of_item], 1)), counts)
         for number, (key, values) in enumerate(shown.items()):
             events, filled, means = self.history(f"histories.{number}", batch, values, key)
@@ -152,29 +161,99 @@ class Padded:
                 seen = filled[:, None] & there[:, :, None]
                 read = functional_call(attention, self.of(f"histories.{number}.attention"), (queries, events, seen))
                 item.append(read[there])
+        towers = self.body(user, of_user, item, of_item, counts, there)
+        return self.loss(batch, dict(zip(self.model.tasks, towers.unbind(1), strict=True)))
+
+    def body(
+        self, user: list[Tensor], of_user: list[Tensor], item: list[Tensor], of_item: list[Tensor], counts: Tensor, there: Tensor
+    ) -> Tensor:
+        """Logits `[S, T]`."""
+        if isinstance(self.model, (DLRM, DCNv2, WukongModel)):
+            wide = [[x.repeat_interleave(counts, 0) for x in of] for of in (user, of_user)]
+            named = {DLRM: self.dlrm, DCNv2: self.dcnv2, WukongModel: self.wukong}
+            return named[type(self.model)](*wide, item, of_item)
+        longest = there.shape[1]
         wide = [x[:, None].expand(-1, longest, -1) for x in (*user, *of_user)]
         x = [padded(x, counts) for x in (*item, *of_item)]
         if self.config["cross"] == "dot":
             vectors = [[padded(x, counts) for x in item], [x[:, None].expand(-1, longest, -1) for x in user]]
             for part, side, numbers in ((0, "candidate", of_item), (1, "request", of_user)):
                 if numbers:
-                    made = self.linear(f"number_vectors.{side}", torch.cat(numbers, 1))
+                    made = self.linear(f"body.dots.numbers.{side}.0", torch.cat(numbers, 1))
                     vectors[part].append(made[:, None].expand(-1, longest, -1) if part else padded(made, counts))
             own, theirs = vectors
             x += pairs((a, b) for i, a in enumerate(own) for b in own[i + 1 :])
             x += pairs((a, b) for a in own for b in theirs)
             wide += pairs((a, b) for i, a in enumerate(theirs) for b in theirs[i + 1 :])
         met = self.meeting(x, wide)
-        met = self.crossed(met) if self.config["cross"] == "dcn" else met.relu()
-        towers = [self.model.scorer.towers[number](met).squeeze(2)[there] for number in range(len(self.model.tasks))]
-        return self.loss(batch, dict(zip(self.model.tasks, towers, strict=True)))
+        met = (self.crossed(met, "body.crossed") if self.config["cross"] == "dcn" else met.relu())[there]
+        towers = self.of("body.towers")
+        if (kind := self.config["experts"]) is None:
+            found = grouped_mlp(met, towers)
+        else:
+            experts = self.of("body.experts")
+            tasks, count, layers = len(self.model.tasks), self.config["num_experts"], self.config["expert_layers"]
+            own = mmoe(met, met, experts) if kind == "mmoe" else ple(met, experts, layers, tasks, count, count)
+            found = grouped_mlp(own, towers)
+        return torch.cat(found, 1)
+
+    def perceptron(self, prefix: str, x: Tensor, *, last: bool = False) -> Tensor:
+        """Linear layers, a ReLU behind each but the last."""
+        of = self.of(prefix)
+        names = sorted({int(name.split(".")[0]) for name in of})
+        for number in names:
+            x = nn.functional.linear(x, of[f"{number}.weight"], of[f"{number}.bias"])
+            x = x.relu() if last or number < names[-1] else x
+        return x
+
+    def dlrm(self, user: list[Tensor], of_user: list[Tensor], item: list[Tensor], of_item: list[Tensor]) -> Tensor:
+        bottoms = [
+            [self.perceptron(f"body.dots.numbers.{side}", torch.cat(numbers, 1))] if numbers else []
+            for side, numbers in (("request", of_user), ("candidate", of_item))
+        ]
+        theirs, own = [*user, *bottoms[0]], [*item, *bottoms[1]]
+        shared = bottoms[0] + [(a * b).sum(1, keepdim=True) for i, a in enumerate(theirs) for b in theirs[i + 1 :]]
+        rows = bottoms[1] + [(a * b).sum(1, keepdim=True) for i, a in enumerate(own) for b in own[i + 1 :]]
+        rows += [(a * b).sum(1, keepdim=True) for a in own for b in theirs]
+        of = self.of("body.top")
+        if not rows:
+            return self.perceptron("body.top", torch.cat(shared, 1))
+        weight = of["layers.0.weight"]
+        if shared:
+            weight = torch.cat([weight, of["context_projection.weight"]], 1)
+        x = nn.functional.linear(torch.cat([*rows, *shared], 1), weight, of["layers.0.bias"])
+        for number in range(1, len(self.config["top_sizes"]) + 1):
+            x = nn.functional.linear(x.relu(), of[f"layers.{number}.weight"], of[f"layers.{number}.bias"])
+        return x
+
+    def dcnv2(self, user: list[Tensor], of_user: list[Tensor], item: list[Tensor], of_item: list[Tensor]) -> Tensor:
+        x = torch.cat([*user, *of_user, *item, *of_item], 1)
+        crossed = (
+            self.crossed(x, "body.cross")
+            if self.config["cross_experts"] is None
+            else cross_experts(x, self.of("body.cross"), self.config["cross_layers"], "relu")
+        )
+        if self.config["structure"] == "stacked":
+            return self.linear("body.logits", self.perceptron("body.deep", crossed, last=True))
+        return self.linear("body.logits", torch.cat([crossed, self.perceptron("body.deep", x, last=True)], 1))
+
+    def wukong(self, user: list[Tensor], of_user: list[Tensor], item: list[Tensor], of_item: list[Tensor]) -> Tensor:
+        tokens = []
+        for side, vectors, numbers in (("request", user, of_user), ("candidate", item, of_item)):
+            features = [*vectors, *([torch.cat(numbers, 1)] if numbers else [])]
+            if features:
+                of = self.of(f"body.{side}_tokens")
+                tokens.append(feature_tokens(torch.cat(features, 1), of, [x.shape[1] for x in features]))
+        layers, hidden = self.config["num_layers"], len(self.config["hidden_sizes"])
+        out = wukong(torch.cat(tokens, 1), self.of("body.layers"), layers, hidden)
+        return self.perceptron("body.top", out.flatten(1))
 
     def pooled(self, batch: Batch, name: str, mode: str) -> list[Tensor]:
         keyed = getattr(batch, name)
         return [bags(keyed[key], self.table(table), mode) for key, table in getattr(self.inputs, name).items()]
 
     def meeting(self, x: list[Tensor], wide: list[Tensor]) -> Tensor:
-        of = self.of("meeting")
+        of = self.of("body.meeting")
         if not x:
             return nn.functional.linear(torch.cat(wide, 2), of["weight"], of["bias"])
         weight = of["layers.0.weight"]
@@ -182,8 +261,8 @@ class Padded:
             weight = torch.cat([weight, of["context_projection.weight"]], 1)
         return nn.functional.linear(torch.cat([*x, *wide], 2), weight, of["layers.0.bias"])
 
-    def crossed(self, first: Tensor) -> Tensor:
-        x, of = first, self.of("crossed")
+    def crossed(self, first: Tensor, prefix: str) -> Tensor:
+        x, of = first, self.of(prefix)
         for number in range(self.config["cross_layers"]):
             layer = f"layers.{number}."
             weight, bias = of.get(f"{layer}weight"), of.get(f"{layer}bias")
