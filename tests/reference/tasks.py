@@ -18,9 +18,10 @@ def focal(
     total = count = logits.new_zeros(())
     up, down = (1.0, 1.0) if alpha is None else (alpha, 1 - alpha)
     for s, y, w in ((logits[i], labels[i].to(logits.dtype), weights[i].to(logits.dtype)) for i in places(counted)):
-        # As the formula is written: what it errs for large logits, ours may err, too.
-        p = s.sigmoid()
-        total = total - w * (up * y * (1 - p) ** gamma * p.log() + down * (1 - y) * p**gamma * (1 - p).log())
+        # `1 - p`, and the derivative of a sigmoid, would have lost the digits in float64 that ours is compared by.
+        log_p, log_q = (torch.nn.functional.logsigmoid(x) for x in (s, -s))
+        p, q = log_p.exp(), log_q.exp()
+        total = total - w * (up * y * q**gamma * log_p + down * (1 - y) * p**gamma * log_q)
         count = count + w
     return total, count
 
