@@ -9,7 +9,12 @@ from torch import Tensor
 
 
 def binary(logits: Tensor, labels: Tensor, counted: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    return focal(logits, labels, counted, weights, gamma=0.0)
+    total = count = logits.new_zeros(())
+    for s, y, w in ((logits[i], labels[i].to(logits.dtype), weights[i].to(logits.dtype)) for i in places(counted)):
+        # The sigmoid's derivative loses digits for large logits, as the difference of sigmoid and label does in PyTorch's loss.
+        total = total - w * (y * s.sigmoid().log() + (1 - y) * torch.nn.functional.logsigmoid(-s))
+        count = count + w
+    return total, count
 
 
 def focal(
