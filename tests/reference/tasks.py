@@ -9,7 +9,12 @@ from torch import Tensor
 
 
 def binary(logits: Tensor, labels: Tensor, counted: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    return focal(logits, labels, counted, weights, gamma=0.0)
+    total = count = logits.new_zeros(())
+    for s, y, w in ((logits[i], labels[i].to(logits.dtype), weights[i].to(logits.dtype)) for i in places(counted)):
+        # The sigmoid's derivative loses digits for large logits, as the difference of sigmoid and label does in PyTorch's loss.
+        total = total - w * (y * s.sigmoid().log() + (1 - y) * torch.nn.functional.logsigmoid(-s))
+        count = count + w
+    return total, count
 
 
 def focal(
@@ -18,9 +23,10 @@ def focal(
     total = count = logits.new_zeros(())
     up, down = (1.0, 1.0) if alpha is None else (alpha, 1 - alpha)
     for s, y, w in ((logits[i], labels[i].to(logits.dtype), weights[i].to(logits.dtype)) for i in places(counted)):
-        # As the formula is written: what it errs for large logits, ours may err, too.
-        p = s.sigmoid()
-        total = total - w * (up * y * (1 - p) ** gamma * p.log() + down * (1 - y) * p**gamma * (1 - p).log())
+        # `1 - p`, and the derivative of a sigmoid, would have lost the digits in float64 that ours is compared by.
+        log_p, log_q = (torch.nn.functional.logsigmoid(x) for x in (s, -s))
+        p, q = log_p.exp(), log_q.exp()
+        total = total - w * (up * y * q**gamma * log_p + down * (1 - y) * p**gamma * log_q)
         count = count + w
     return total, count
 
