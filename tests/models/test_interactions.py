@@ -318,7 +318,7 @@ def test_experts_by_hand(place: Place) -> None:
         net,
         layers__0__down__weight=[[1.0, 0.0], [0.0, 1.0]],
         layers__0__inner__weight=[[[1.0]], [[-1.0]]],
-        layers__0__up__weight=[[[1.0, 2.0]], [[5.0, 5.0]]],
+        layers__0__up__weight=[[[1.0], [2.0]], [[5.0], [5.0]]],
         layers__0__bias=[1.0, 0.0],
         layers__0__gate__weight=[[0.0, 0.0], [0.0, 0.0]],
     )
@@ -348,10 +348,10 @@ def test_tokens_by_hand(place: Place) -> None:
     tokens = FeatureTokens([1, 2, 1], 2)
     fill(
         tokens,
-        projections__1__weight=[[[10.0, 20.0]], [[30.0, 40.0]]],
-        projections__1__bias=[[[1.0, 1.0]], [[0.0, 0.0]]],
+        projections__1__weight=[[[10.0], [20.0]], [[30.0], [40.0]]],
+        projections__1__bias=[[1.0, 1.0], [0.0, 0.0]],
         projections__2__weight=[[[1.0, 0.0], [0.0, 1.0]]],
-        projections__2__bias=[[[5.0, 5.0]]],
+        projections__2__bias=[[5.0, 5.0]],
     )
     x = torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=place.device)
     assert tokens.to(place.device)(x).tolist() == [[[11.0, 21.0], [7.0, 8.0], [120.0, 160.0]]]
@@ -517,12 +517,13 @@ def test_new_weights_are_those_of_reset(place: Place, case: Case) -> None:
 @every_block
 def test_autocast(place: Place, case: Case) -> None:
     """Near what float32 gives, with gradients in float32; of a batch without rows, too."""
-    module, x = block_of(case, place), torch.randn(8, *case.row, device=place.device)
+    # Medians: norms of few numbers have large gradients where these are nearly alike, and a ReLU may be open in float32 alone.
+    module, x = block_of(case, place), torch.randn(256, *case.row, device=place.device)
     with torch.autocast(place.device.type, torch.bfloat16):
         found = gradients(module, x)
         empty = gradients(module, x[:0])
     for one, expected in zip(found, gradients(module, x), strict=True):
-        assert (one - expected).norm() <= 0.1 * expected.norm() + 1e-3
+        assert (one - expected).abs().median() <= 0.05 * expected.abs().median() + 1e-3
     assert {one.dtype for one in (*found[1:], *empty[1:])} == {torch.float32}
     assert all(not one.count_nonzero() for one in empty[2:])
 

@@ -34,6 +34,7 @@ from jagged.models import (
     WukongModel,
     build,
     export_scores,
+    name_of,
     product_logits,
     scoring_tensors,
 )
@@ -49,6 +50,7 @@ pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="modules run o
 
 LISTS = ("request", "user", "item", "time", "click", "liked", "tags")
 BUY = {"conditional": {"buy": "click"}}
+PLE = {"experts": "ple", "num_experts": 2, "expert_sizes": (5,), "expert_layers": 2}
 WUKONG = {"num_fm_tokens": 3, "num_linear_tokens": 2, "rank": 2, "hidden_sizes": (6,), "top_sizes": (7,)}
 #: Columns and how they are read, and options of the model.
 VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
@@ -96,8 +98,11 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
 }
 #: Options that tests have of all models of a class.
 COMMON: dict[type[RequestModel], dict[str, Any]] = {
-    **dict.fromkeys((RankingModel, MixtureModel, DCNv2), {"layer_sizes": (12, 6)}),
-    **dict.fromkeys((DLRM, WukongModel), {}),
+    RankingModel: {"layer_sizes": (12, 6)},
+    MixtureModel: {"layer_sizes": (12, 6)},
+    DCNv2: {"layer_sizes": (12, 6)},
+    DLRM: {},
+    WukongModel: {},
 }
 #: Those that other variants cover in part.
 LONG = ("lists and events by dots",)
@@ -123,7 +128,7 @@ def of_variant(splits: dict[str, Split], name: str, **more: Any) -> tuple[Split,
         # Tables and biases as small as new ones would hide what is done with them.
         for parameter in model.parameters():
             # Nor so large that a probability is 1 to the last digit, of which the twin's logarithm is none.
-            parameter.copy_(torch.randn_like(parameter) * (0.4 if parameter.dim() == 1 else 0.7 * parameter.shape[1] ** -0.5))
+            parameter.copy_(torch.randn_like(parameter) * (0.4 if parameter.dim() == 1 else 0.7 * parameter.shape[-1] ** -0.5))
     return splits[name], model
 
 
@@ -259,7 +264,7 @@ def test_conditions_of_conditions() -> None:
     batch = shop("item", "time", "click").train.gather([0, 1])
     labels = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
     batch = dataclasses.replace(batch, labels=labels, label_mask=torch.tensor([[False, True, True], [True, True, True]]))
-    logits = model.scorer._of_conditions({name: of[:, None] for name, of in towers.items()})
+    logits = model.scorer._of_conditions(towers)
     scores = model.scorer._scored(batch, logits).scores
     p = [of.sigmoid() for of in towers.values()]
     torch.testing.assert_close(scores["buy"].logits.sigmoid(), p[0] * p[1] * p[2])
@@ -422,13 +427,13 @@ def test_a_saved_model_is_built_again(splits: dict[str, Split], name: str, tmp_p
     """By its name and arguments alone, statistics with its weights."""
     split, model = of_variant(splits, name)
     batch = split.test.gather(range(len(split.test)))
-    other = build("ranking", **model.config)
+    other = build(str(name_of(model)), **model.config)
     other.load_state_dict(model.state_dict())
     expected = model.eval()(batch)
     assert torch.equal(other.eval()(batch).loss, expected.loss)
     save_task(model, tmp_path / "saved")
     opened = load_task(tmp_path / "saved")
-    assert type(opened) is RankingModel
+    assert type(opened) is type(model)
     assert opened.tasks == model.tasks
     for task, of in expected.scores.items():
         assert torch.equal(opened(batch).scores[task].logits, of.logits)
