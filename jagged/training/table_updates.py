@@ -87,7 +87,7 @@ def keep_on_host(task: nn.Module, config: LoopOptions, world_size: int) -> None:
     if world_size > 1:
         _refuse_cache(config, f"{world_size} processes", "one", "share tables by table_plan, or leave it out")
     if not isinstance(task, RequestModel):
-        expected = "a RankingModel, whose tables are read by lookups alone"
+        expected = "a RequestModel, whose tables are read by lookups alone"
         _refuse_cache(config, f"a {type(task).__name__}", expected, "leave it out")
     names = table_names(task)
     if not names:
@@ -284,7 +284,7 @@ def update_tables_in_backward(task: nn.Module, config: TrainerConfig, world_size
             # Each process then has rows of its own.
             shared = "share tables by table_plan, or " if world_size > 1 and not isinstance(task, NextItemTask) else ""
             raise TrainingError(
-                f"{option}: {getattr(config, option)} updates rows of SASRec's, HSTU's and RankingModel's tables in one process, "
+                f"{option}: {getattr(config, option)} updates rows of SASRec's, HSTU's and RequestModel's tables in one process, "
                 f"got {found}; {shared}{_cure(option)}"
             )
         return None

@@ -352,7 +352,7 @@ def test_what_has_no_cached_tables_is_refused() -> None:
     told = "table_cache_bytes: got 11000 with"
     assert refused(model_of(), 2) == f"{told} 2 processes, expected one; share tables by table_plan, or leave it out"
     assert refused(task_of("drawn")) == (
-        f"{told} a NextItemTask, expected a RankingModel, whose tables are read by lookups alone; leave it out"
+        f"{told} a NextItemTask, expected a RequestModel, whose tables are read by lookups alone; leave it out"
     )
     numbers = RankingModel(RankingInputs(candidate_numbers=["price"]), {})
     assert refused(numbers) == f"{told} a model without tables of ids, expected some; leave it out"

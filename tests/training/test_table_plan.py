@@ -275,7 +275,7 @@ def test_an_optimizer_of_rows_names_the_plan_that_would_have_it() -> None:
             RankingModel(inputs, {"user": 9, "item": 5}), TrainerConfig(table_optimizer="lamb"), world_size=2
         )
     assert str(caught.value) == (
-        "table_optimizer: lamb updates rows of SASRec's, HSTU's and RankingModel's tables in one process, got 2 processes; "
+        "table_optimizer: lamb updates rows of SASRec's, HSTU's and RequestModel's tables in one process, got 2 processes; "
         "share tables by table_plan, or take adagrad, rowwise-adagrad, sgd or adamw"
     )
 

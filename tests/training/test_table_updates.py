@@ -388,7 +388,7 @@ def test_tables_of_other_models_have_dense_gradients(processes: Processes) -> No
     with pytest.raises(TrainingError) as caught:
         Engine(Foreign(), config("sparse-adamw"), "32-true", processes)
     assert str(caught.value) == (
-        "table_optimizer: sparse-adamw updates rows of SASRec's, HSTU's and RankingModel's tables in one process, got a Foreign; "
+        "table_optimizer: sparse-adamw updates rows of SASRec's, HSTU's and RequestModel's tables in one process, got a Foreign; "
         "take adagrad, rowwise-adagrad, sgd or adamw"
     )
 
@@ -420,8 +420,8 @@ def test_what_only_rows_have_is_refused_elsewhere(processes: Processes, options:
     frozen = task_of()
     frozen.get_parameter(TABLE).requires_grad_(False)
     for task, number, expected in (
-        (Foreign(), 1, "rows of SASRec's, HSTU's and RankingModel's tables in one process, got a Foreign"),
-        (task_of(), 2, "rows of SASRec's, HSTU's and RankingModel's tables in one process, got 2 processes"),
+        (Foreign(), 1, "rows of SASRec's, HSTU's and RequestModel's tables in one process, got a Foreign"),
+        (task_of(), 2, "rows of SASRec's, HSTU's and RequestModel's tables in one process, got 2 processes"),
         (frozen, 1, "tables that all learn, got some that are frozen"),
     ):
         with pytest.raises(TrainingError) as caught:
