@@ -567,7 +567,7 @@ def _unknown(job: type[JobConfig], section: str, name: str, variant: type[Sectio
     for other in JOBS:
         if other is not job and (dotted in job_leaves(other) or (not section and name in other.sections)):
             models = _tags(other, "model")
-            return f"belongs to model.name {or_list(models)}, got {or_list(_tags(job, 'model'))}"
+            return f"belongs to model.name {or_list(models)}, not to {or_list(_tags(job, 'model'))}"
     known = list(job_leaves(job))
     plain = name.replace("-", "_").lower()
     whole = f"{section}.{plain}" if section else plain

@@ -101,18 +101,23 @@ class BERT4Rec(ItemSequenceModel):
         return self.item_table
 
     def learned(self, features: KeyedJaggedTensor, targets: Tensor) -> tuple[JaggedTensor, Tensor]:
-        """Hide items of the whole sequences; return the hidden states, and what stood where something is hidden, else -100."""
+        """Hide items of the whole sequences; return the hidden states, and what stood where something is hidden, else -100.
+
+        Rows whose target is negative, as those that fill up a batch for a CUDA graph, and samples that end with such a row, have
+        nothing to predict.
+        """
         validate_features(features, FEATURE, self.config["num_items"])
         history = features[FEATURE]
-        offsets = history.offsets()
-        # A sample without a history has no target: it gets the mask, and counts nothing.
-        ends = (offsets[1:] - 1).clamp(min=0)
-        mask, has_rows = self.config["num_items"], offsets[1:] > offsets[:-1]
-        last = torch.where(has_rows, targets[ends], mask) if targets.shape[0] else torch.full_like(ends, mask)
-        whole = self._followed_by(history, last)
+        offsets, mask = history.offsets(), self.config["num_items"]
+        if not targets.shape[0]:
+            last = torch.full_like(offsets[1:], -1)
+        else:
+            # A sample without a history has no target.
+            last = targets[(offsets[1:] - 1).clamp(min=0)].where(offsets[1:] > offsets[:-1], -1)
+        whole = self._followed_by(history, last.where(last >= 0, mask))
+        known = self._followed_by(JaggedTensor(targets, offsets=offsets), last).values() >= 0
         masked = cast(MaskedItems, self.masking(whole))
-        counted = torch.where(whole.values() == mask, self.masking.ignore_index, masked.targets)
-        return self._encoded(_keyed(masked.items)), counted
+        return self._encoded(_keyed(masked.items)), masked.targets.where(known, self.masking.ignore_index)
 
     def final_hidden(self, features: KeyedJaggedTensor) -> Tensor:
         """Return the hidden state `[B, D]` of a hidden item behind each history; zeros for an empty one."""

@@ -132,7 +132,10 @@ def test_labels_beyond_0_and_1_are_refused_with_the_cure(
         'when the table is read, --data.label "rating>=5", or name other tasks\n'
     )
     assert run(monkeypatch, "train", "--data", ratings, "--label", "rating", "--data.max-seq-len", 3) == 2
-    assert capsys.readouterr().err == "jagged: --data.max-seq-len: belongs to --model.name sasrec, got ranking\n"
+    assert capsys.readouterr().err == (
+        "jagged: --data.max-seq-len: belongs to --model.name sasrec, hstu or bert4rec, not to ranking, dlrm, dcnv2, wukong or "
+        "mmoe\n"
+    )
 
 
 def test_a_run_goes_on(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,6 +131,23 @@ def test_what_bert4rec_learns_from(place: Place) -> None:
     assert torch.equal(model.learned(keyed(items, offsets), targets)[1], model.learned(keyed(items, offsets), targets)[1])
 
 
+def test_bert4rec_learns_nothing_from_rows_that_fill_up(place: Place) -> None:
+    """As a CUDA graph fills batches: samples of item 0 without targets, and empty ones."""
+    model = random_model("bert4rec", place, mask_probability=1.0)
+    assert isinstance(model, BERT4Rec)
+    items = torch.tensor([1, 2, 3, 0, 0, 0], device=place.device)
+    targets = torch.tensor([2, 3, 4, -100, -100, -100], device=place.device)
+    offsets = torch.tensor([0, 3, 5, 6, 6], device=place.device)
+    hidden, found = model.learned(keyed(items, offsets), targets)
+    assert hidden.lengths().tolist() == [4, 3, 2, 1]
+    assert found.tolist() == [1, 2, 3, 4, *[-100] * 6]
+    task = NextItemTask(model)
+    filled = task(SequenceBatch(keyed(items, offsets), targets, offsets[1:], num_items=ITEMS))
+    plain = task(SequenceBatch(keyed(items[:3], offsets[:2]), targets[:3], offsets[1:2], num_items=ITEMS))
+    torch.testing.assert_close(filled.loss, plain.loss)
+    assert int(filled.rows()) == int(plain.rows()) == 4
+
+
 def test_hidden_items_are_predicted_from_both_sides(place: Place) -> None:
     model = random_model("bert4rec", place).eval()
     offsets = torch.tensor([0, 3, 6], device=place.device)

@@ -29,7 +29,11 @@ from jagged.modules import (
 from jagged.training.processes import process_group
 from tests.places import PLACE
 
-pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="what a pipeline does is the same in every place")
+pytestmark = [
+    pytest.mark.skipif(PLACE.name == "interpret", reason="what a pipeline does is the same in every place"),
+    # Marks what runs on a GPU, too.
+    pytest.mark.usefixtures("place"),
+]
 
 SGD: dict[str, Any] = {"optimizer": "sgd", "optimizer_options": {"learning_rate": 0.5}}
 NAMED: dict[str, Any] = {"name": "item", "embedding_dim": 8, "num_embeddings": 20, "feature_names": ["item_id"]}

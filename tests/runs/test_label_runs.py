@@ -728,7 +728,7 @@ def test_arff_trains(tmp_path: Path) -> None:
         (
             {"head": "sampled"},
             "head.type: got 'sampled', expected group-sparse, dense, bottleneck, fixed-fan-in or block-sparse; it belongs to "
-            "model.name sasrec",
+            "model.name sasrec, hstu or bert4rec",
         ),
         (
             {"training.monitor": "auc"},

@@ -418,12 +418,14 @@ def test_a_false_start_leaves_room_for_the_next(tmp_path: Path) -> None:
 def test_a_configuration_of_the_other_job_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
         TrainConfig(model="ranking")
-    assert str(error.value) == ("model.name: got 'ranking', expected sasrec; RankingConfig has it, and load_config takes either")
+    assert str(error.value) == (
+        "model.name: got 'ranking', expected sasrec, hstu or bert4rec; RankingConfig has it, and load_config takes either"
+    )
     with pytest.raises(ConfigError) as error:
         RankingConfig(head="sampled", data={"label": "click", "max_seq_len": 3})
     assert str(error.value).splitlines() == [
-        "head: belongs to model.name sasrec, got ranking",
-        "data.max_seq_len: belongs to model.name sasrec, got ranking",
+        "head: belongs to model.name sasrec, hstu or bert4rec, not to ranking, dlrm, dcnv2, wukong or mmoe",
+        "data.max_seq_len: belongs to model.name sasrec, hstu or bert4rec, not to ranking, dlrm, dcnv2, wukong or mmoe",
     ]
 
 
