@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from jagged.modules import JaggedModule
-
-ACTIVATIONS = {"relu": nn.ReLU, "silu": nn.SiLU, "gelu": nn.GELU}
+from jagged.ops import ACTIVATIONS, Activation
 
 
 class GroupedLinear(JaggedModule):
@@ -113,13 +112,15 @@ class GroupedMLP(JaggedModule):
         torch.Size([5, 3])
     """
 
+    shown = ("activation", "last_activation")
+
     def __init__(
         self,
         in_features: int,
         layer_sizes: Sequence[int],
         num_groups: int,
         *,
-        activation: str = "relu",
+        activation: Activation = "relu",
         last_activation: bool = False,
         dropout: float = 0.0,
         device: torch.device | str | None = None,
@@ -127,8 +128,8 @@ class GroupedMLP(JaggedModule):
         super().__init__()
         if not layer_sizes:
             raise ValueError("layer_sizes: expected the width of at least one layer, got none")
-        self.activation = _activation(activation)
-        self.last_activation = last_activation
+        _check_activation(activation)
+        self.activation, self.last_activation = activation, last_activation
         widths = itertools.pairwise([in_features, *layer_sizes])
         self.layers = nn.ModuleList(GroupedLinear(a, b, num_groups, device=device) for a, b in widths)
         self.dropout = nn.Dropout(dropout)
@@ -139,8 +140,12 @@ class GroupedMLP(JaggedModule):
         for place, layer in enumerate(self.layers):
             x = layer(x)
             if place < last or self.last_activation:
-                x = self.dropout(self.activation(x))
+                x = self.activated(x)
         return x
+
+    def activated(self, x: Tensor) -> Tensor:
+        """What follows a layer: the activation, and dropout."""
+        return cast(Tensor, self.dropout(ACTIVATIONS[self.activation](x)))
 
 
 class MMoE(JaggedModule):
@@ -184,7 +189,7 @@ class MMoE(JaggedModule):
         num_tasks: int,
         *,
         gate_features: int | None = None,
-        activation: str = "relu",
+        activation: Activation = "relu",
         dropout: float = 0.0,
         device: torch.device | str | None = None,
     ) -> None:
@@ -252,7 +257,7 @@ class PLE(JaggedModule):
         num_layers: int = 2,
         num_specific: int = 1,
         num_shared: int = 1,
-        activation: str = "relu",
+        activation: Activation = "relu",
         dropout: float = 0.0,
         device: torch.device | str | None = None,
     ) -> None:
@@ -293,11 +298,12 @@ class _Extraction(JaggedModule):
         num_shared: int,
         *,
         is_last: bool,
-        activation: str,
+        activation: Activation,
         dropout: float,
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
+        _check_activation(activation)
         for name, number in (("num_tasks", num_tasks), ("num_specific", num_specific), ("num_shared", num_shared)):
             _check_least(name, number)
         if not expert_sizes:
@@ -307,8 +313,14 @@ class _Extraction(JaggedModule):
         first, *others = expert_sizes
         self.specific_inputs = GroupedLinear(in_features, num_specific * first, num_tasks, device=device)
         self.shared_inputs = GroupedLinear(in_features, first, num_shared, device=device)
-        self.specific = _others(first, others, num_tasks * num_specific, activation, dropout, device)
-        self.shared = _others(first, others, num_shared, activation, dropout, device)
+        self.activation, self.dropout = activation, nn.Dropout(dropout)
+
+        def later(count: int) -> nn.Module:
+            if not others:
+                return nn.Identity()
+            return GroupedMLP(first, others, count, activation=activation, last_activation=True, dropout=dropout, device=device)
+
+        self.specific, self.shared = later(num_tasks * num_specific), later(num_shared)
         self.gates = GroupedLinear(in_features, num_specific + num_shared, num_tasks, device=device)
         of_all = num_tasks * num_specific + num_shared
         self.shared_gate = None if is_last else GroupedLinear(in_features, of_all, 1, device=device)
@@ -316,7 +328,7 @@ class _Extraction(JaggedModule):
     def forward(self, of_tasks: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         tasks, specific = self.num_tasks, self.num_specific
         first = self.specific_inputs(of_tasks).unflatten(2, (specific, -1)).flatten(1, 2)
-        own, of_all = self.specific(first), self.shared(self.shared_inputs(shared))
+        own, of_all = self.specific(self._activated(first)), self.shared(self._activated(self.shared_inputs(shared)))
         weights = self.gates(of_tasks).softmax(2, dtype=_summed(own.dtype)).to(own.dtype)
         own_weights, shared_weights = weights.split([specific, self.num_shared], 2)
         of_own = (own_weights[:, :, None] @ own.unflatten(1, (tasks, specific))).squeeze(2)
@@ -327,21 +339,8 @@ class _Extraction(JaggedModule):
         own_weights, shared_weights = weights.split([tasks * specific, self.num_shared], 2)
         return mixed_tasks, (own_weights @ own + shared_weights @ of_all).squeeze(1)
 
-
-def _others(
-    in_features: int,
-    layer_sizes: Sequence[int],
-    num_groups: int,
-    activation: str,
-    dropout: float,
-    device: torch.device | str | None,
-) -> nn.Module:
-    """What follows experts' first linear layer."""
-    first: list[nn.Module] = [_activation(activation), nn.Dropout(dropout)]
-    if layer_sizes:
-        options = {"activation": activation, "last_activation": True, "dropout": dropout, "device": device}
-        first.append(GroupedMLP(in_features, layer_sizes, num_groups, **options))  # type: ignore[arg-type]
-    return nn.Sequential(*first)
+    def _activated(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.dropout(ACTIVATIONS[self.activation](x)))
 
 
 class GateUnit(JaggedModule):
@@ -460,7 +459,7 @@ class PPNet(JaggedModule):
         prior_features: int,
         *,
         hidden_features: int | None = None,
-        activation: str = "relu",
+        activation: Activation = "relu",
         dropout: float = 0.0,
         device: torch.device | str | None = None,
     ) -> None:
@@ -479,7 +478,7 @@ class PPNet(JaggedModule):
         for place, (gate, layer) in enumerate(zip(self.gates, towers.layers, strict=True)):
             hidden = layer(gate(read).unflatten(1, (tasks, -1)) * hidden)
             if place < len(self.gates) - 1:
-                hidden = towers.dropout(towers.activation(hidden))
+                hidden = towers.activated(hidden)
         return hidden
 
 
@@ -501,10 +500,9 @@ def _summed(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _activation(name: str) -> nn.Module:
+def _check_activation(name: str) -> None:
     if name not in ACTIVATIONS:
         raise ValueError(f"activation: got {name!r}, expected one of {', '.join(map(repr, ACTIVATIONS))}")
-    return ACTIVATIONS[name]()
 
 
 def _check_least(name: str, number: int) -> None:

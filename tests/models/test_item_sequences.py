@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from jagged.config import ConfigError, TrainConfig
+from jagged.config import ConfigError, TrainConfig, TrainerConfig
 from jagged.data import SequenceBatch
 from jagged.models import HSTU, BERT4Rec, ItemSequenceModel, NextItemTask, build
 from jagged.modules import (
@@ -24,6 +24,7 @@ from jagged.modules import (
     ScalableCrossEntropyHead,
     UniformSampler,
 )
+from jagged.training.table_updates import updates_rows
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference.item_sequences import PaddedBERT4Rec, PaddedHSTU
@@ -234,6 +235,14 @@ def test_ids_out_of_range_are_refused(place: Place, name: str) -> None:
     for call in (model.final_hidden, lambda of: NextItemTask(model)(SequenceBatch(of, good, good[:1]))):
         with pytest.raises(ValueError, match=re.escape(message)):
             call(features)
+
+
+def test_which_tables_are_updated_row_by_row() -> None:
+    """Under a head that draws; of BERT4Rec's table a part is scored against."""
+    config = TrainerConfig(table_optimizer="sparse-adamw")
+    head = SampledCrossEntropyHead(UniformSampler(ITEMS, 5))
+    found = {name: updates_rows(NextItemTask(build(name, num_items=ITEMS, **SIZES), head=head), config, 1) for name in MODELS}
+    assert found == {"hstu": True, "bert4rec": False}
 
 
 def test_the_table_of_bert4rec_does_not_split() -> None:

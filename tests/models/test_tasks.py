@@ -78,7 +78,7 @@ def of_place(*tensors: Tensor | None) -> list[Any]:
 
 
 @pytest.mark.usefixtures("place")
-# Losses over requests sum in float64 whatever the logits are, as their twins do: in it only their order of sums would be compared.
+# Losses over requests sum in float64 whatever the logits are, as their twins do: there the order of sums alone would be compared.
 # `test_the_gradient_is_the_derivative` is of float64.
 @pytest.mark.parametrize(
     ("name", "dtype"),

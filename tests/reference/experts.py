@@ -56,7 +56,7 @@ def ple(x: Tensor, of: Parameters, num_layers: int, tasks: int, specific: int, s
 
         def expert(rows: Tensor, kind: str, weight: Tensor, bias: Tensor, place: int, prefix: str = prefix) -> Tensor:
             out = ACTIVATIONS["relu"](row_by_matrix(rows, weight, bias))
-            name = f"{prefix}{kind}.2.layers.{{}}.{{}}"
+            name = f"{prefix}{kind}.layers.{{}}.{{}}"
             later = 0
             while name.format(later, "weight") in of:
                 weights, biases = of[name.format(later, "weight")], of[name.format(later, "bias")]
