@@ -50,8 +50,9 @@ class RequestModel(Task):
     """Scores of the candidates of requests, for one label or several: what ranking models have in common.
 
     Ids are looked up: `features` that are the request's are pooled by means, those of candidates and histories row by row, and
-    `candidates`, lists of events and lists with weights (sums) in tables of their own. Of histories there are the means of the
-    events' ids and, where the subclass encodes them, what `RankingModel` says. A body makes logits of all that.
+    `candidates`, lists of events and lists with weights (sums) in tables of their own. Histories are encoded as
+    `RankingModel` says, or are the means of what is known of their events: ids, lists, numbers and labels. A body makes logits
+    of all that.
 
     Tables begin as TorchRec's do, evenly from -1 to 1 over the root of their rows: of many ids, each of which is seen seldom, the
     rows begin small. Numbers are normalised by training's mean and deviation, and by their rank in training, beside an indicator
@@ -366,6 +367,8 @@ class _Scorer(JaggedModule):
         self.slices: tuple[str, ...] = ()
         self._collection = collections_of(inputs, widths)
         dim = config["embedding_dim"]
+        # Of lists that events show, which a history that is not encoded is the mean of, too.
+        self._list_widths = [widths[table] for table in inputs.history_lists.values()]
 
         def of(*groups: Mapping[str, str]) -> list[int]:
             return [widths[table] for group in groups for table in group.values()]
@@ -374,8 +377,6 @@ class _Scorer(JaggedModule):
         beside = {"request": 0, "candidate": 0, "history": 0}
         for side in beside:
             names, lists = getattr(inputs, f"{side}_numbers"), getattr(inputs, f"{side}_number_lists", ())
-            if side == "history" and not encodes_histories:
-                continue
             if names:
                 self.numbers[side] = Numbers(names, device)
             if lists:
@@ -394,12 +395,15 @@ class _Scorer(JaggedModule):
             self.histories.append(History(keys, events, config, known > 0, is_gathered, device))
         # One of the candidates' features for all histories, whose attention projects it anew.
         self.query = nn.Linear(known, dim, device=device) if len(self.histories) and known else None
+        of_request = beside["request"]
         for keys in inputs.histories:
-            requests += [*of(keys), *([dim] if len(self.histories) else [])]
+            requests += [*of(keys), *([dim] if encodes_histories else [])]
+            if not encodes_histories and keys is inputs.history:
+                requests += self._list_widths
+                of_request += beside["history"] + 2 * inputs.history_labels
         candidates += [dim] * len(self.histories) if self.query is not None else []
-        self.body = make_body(
-            Widths(requests, beside["request"], candidates, beside["candidate"]), len(self.tasks), config, device
-        )
+        of_body = Widths(requests, of_request, candidates, beside["candidate"])
+        self.body = make_body(of_body, len(self.tasks), config, device)
         options = {name: config[name] for name in ("focal_gamma", "focal_alpha")}
         self.losses = nn.ModuleList(loss_of(config["loss"][name], **options) for name in self.tasks)
 
@@ -447,10 +451,13 @@ class _Scorer(JaggedModule):
             # Cut again, so that the two gradients are added once and not part by part.
             parts = list(own.split([part.shape[1] for part in parts], 1))
             candidates, of_candidate = parts[: len(candidates)], parts[len(candidates) :]
-        if not len(self.histories):
-            for keys in inputs.histories:
-                weights = batch.history_weights if keys is inputs.history and inputs.history_weights else None
-                requests += [weighted_mean(self.mean, rows(key), weights) for key in keys]
+        for keys in inputs.histories if not len(self.histories) else ():
+            ids, is_gathered = [rows(key) for key in keys], keys is inputs.history
+            shown, _, weights = self._shown(batch, ids, bags) if is_gathered else (ids[0], None, None)
+            widths = [*(one.values().shape[1] for one in ids), *(self._list_widths if is_gathered else [])]
+            *vectors, others = weighted_mean(self.mean, shown, weights).split([*widths, shown.values().shape[1] - sum(widths)], 1)
+            requests += vectors
+            of_request += [others] if others.shape[1] else []
         for history in cast("list[History]", self.histories):
             ids = [rows(key) for key in history.keys]
             shown, times, weights = self._shown(batch, ids, bags) if history.is_gathered else (ids[0], None, None)
@@ -459,10 +466,10 @@ class _Scorer(JaggedModule):
             widths = [one.values().shape[1] for one in ids]
             requests += [*weighted_mean(self.mean, shown, weights)[:, : sum(widths)].split(widths, 1), mean]
             candidates += [] if read is None else [read]
-        vectors = Vectors(
+        read_by_body = Vectors(
             requests, of_request, candidates, of_candidate, batch.candidate_offsets, lambda: batch.candidate_requests
         )
-        logits = cast(Tensor, self.body(vectors))
+        logits = cast(Tensor, self.body(read_by_body))
         return self._of_conditions(dict(zip(self.tasks, logits.unbind(1), strict=True)))
 
     def _mean(self, x: JaggedTensor) -> Tensor:

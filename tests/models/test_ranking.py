@@ -179,6 +179,16 @@ def test_is_the_padded_twin(splits: dict[str, Split], name: str, data: st.DataOb
         torch.testing.assert_close(found, expected[key], rtol=1e-8, atol=1e-10, msg=lambda text, key=key: f"{key}: {text}")
 
 
+@every_variant
+def test_everything_that_is_looked_up_is_learnt(splits: dict[str, Split], name: str) -> None:
+    """Several processes wait for ever for a gradient that none has, and a column that nobody reads was given for nothing."""
+    split, model = of_variant(splits, name)
+    loss = model(split.train.gather(range(len(split.train)))).loss
+    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    named = zip(model.named_parameters(), found, strict=True)
+    assert [key for (key, _), grad in named if grad is None or not grad.count_nonzero()] == []
+
+
 def test_lists_of_candidates_ids_are_histories() -> None:
     """By the word of the table, or where the model is made; others are pooled."""
     table = pa.table({

@@ -115,7 +115,7 @@ class Padded:
         totals = counts.sum(1, keepdim=True)
         tables = self.inputs.history if is_gathered else {key: self.inputs.list_histories[key]}
         ids = [padded(self.table(table)[batch.features[name].values()], lengths) for name, table in tables.items()]
-        averaged = [*ids, x] if self.encodes else ids
+        averaged = [*ids, x] if self.encodes else [x]
         return x, filled, [(counts[:, :, None] * one).sum(1) / totals.where(totals > 0, 1) for one in averaged]
 
     def encoded(self, of: str, batch: Batch, x: Tensor, lengths: Tensor, filled: Tensor, is_gathered: bool) -> Tensor:
@@ -153,6 +153,15 @@ class Padded:
             queries = padded(self.linear("query", torch.cat([*item, *of_item], 1)), counts)
         for number, (key, values) in enumerate(shown.items()):
             events, filled, means = self.history(f"histories.{number}", batch, values, key)
+            if not self.encodes:
+                is_gathered = key in inputs.history
+                tables = (
+                    [*inputs.history.values(), *inputs.history_lists.values()] if is_gathered else [inputs.list_histories[key]]
+                )
+                widths = [self.table(table).shape[1] for table in tables]
+                *vectors, others = means[0].split([*widths, means[0].shape[1] - sum(widths)], 1)
+                user, of_user = user + vectors, of_user + ([others] if others.shape[1] else [])
+                continue
             user += means
             if queries is not None:
                 attention = PaddedCrossAttention(
