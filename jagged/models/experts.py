@@ -327,17 +327,22 @@ class _Extraction(JaggedModule):
 
     def forward(self, of_tasks: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         tasks, specific = self.num_tasks, self.num_specific
-        first = self.specific_inputs(of_tasks).unflatten(2, (specific, -1)).flatten(1, 2)
+        first = self.specific_inputs(of_tasks)
+        if of_tasks.dim() == 3:
+            # Rows of their own come back in another order. That is not looked up, as one row would be in both.
+            first = first.clone(memory_format=torch.contiguous_format)
+        first = first.unflatten(2, (specific, -1)).flatten(1, 2)
         own, of_all = self.specific(self._activated(first)), self.shared(self._activated(self.shared_inputs(shared)))
         weights = self.gates(of_tasks).softmax(2, dtype=_summed(own.dtype)).to(own.dtype)
         own_weights, shared_weights = weights.split([specific, self.num_shared], 2)
-        of_own = (own_weights[:, :, None] @ own.unflatten(1, (tasks, specific))).squeeze(2)
-        mixed_tasks = of_own + shared_weights @ of_all
+        of_own = (own_weights[..., None] * own.unflatten(1, (tasks, specific))).sum(2)
+        # `torch.matmul` asks whether there is one row, of which an exported program then takes more alone.
+        mixed_tasks = of_own + torch.bmm(shared_weights, of_all)
         if self.shared_gate is None:
             return mixed_tasks, shared
         weights = self.shared_gate(shared).softmax(2, dtype=_summed(own.dtype)).to(own.dtype)
         own_weights, shared_weights = weights.split([tasks * specific, self.num_shared], 2)
-        return mixed_tasks, (own_weights @ own + shared_weights @ of_all).squeeze(1)
+        return mixed_tasks, (torch.bmm(own_weights, own) + torch.bmm(shared_weights, of_all)).squeeze(1)
 
     def _activated(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.dropout(ACTIVATIONS[self.activation](x)))
@@ -492,7 +497,7 @@ def mixed(gates: Tensor, experts: Tensor) -> Tensor:
     Returns:
         Tensor: `[N, T, H]` in the dtype of the experts.
     """
-    return gates.softmax(2, dtype=_summed(experts.dtype)).to(experts.dtype) @ experts
+    return torch.bmm(gates.softmax(2, dtype=_summed(experts.dtype)).to(experts.dtype), experts)
 
 
 def _summed(dtype: torch.dtype) -> torch.dtype:

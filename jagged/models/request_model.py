@@ -38,6 +38,7 @@ from jagged.modules import (
     ScheduledEmbeddingCollection,
     with_values,
 )
+from jagged.ops import sample_of_row
 from jagged.pointwise import PointwiseMetrics
 
 if TYPE_CHECKING:
@@ -466,9 +467,13 @@ class _Scorer(JaggedModule):
             widths = [one.values().shape[1] for one in ids]
             requests += [*weighted_mean(self.mean, shown, weights)[:, : sum(widths)].split(widths, 1), mean]
             candidates += [] if read is None else [read]
-        read_by_body = Vectors(
-            requests, of_request, candidates, of_candidate, batch.candidate_offsets, lambda: batch.candidate_requests
-        )
+        offsets, of_rows = batch.candidate_offsets, [*candidates, *of_candidate]
+
+        def request_of_candidate() -> Tensor:
+            # What is exported has no rows where candidates have columns.
+            return sample_of_row(offsets, of_rows[0].shape[0] if of_rows else batch.rows.numel())
+
+        read_by_body = Vectors(requests, of_request, candidates, of_candidate, offsets, request_of_candidate)
         logits = cast(Tensor, self.body(read_by_body))
         return self._of_conditions(dict(zip(self.tasks, logits.unbind(1), strict=True)))
 

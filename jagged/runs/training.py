@@ -95,6 +95,8 @@ def train(
         split = _split(config, dataset)
         if config.head.type == "scalable" and processes.world_size > 1:
             raise TrainingError("head: scalable trains in one process; start one, or take head=cross-entropy or head=sampled")
+        if config.model.name == "bert4rec" and processes.world_size > 1:
+            raise TrainingError("model: bert4rec trains in one process; start one, or take model=sasrec or model=hstu")
         torch.manual_seed(config.seed)
         train_counts = TrainCounts.from_part(split.train)
         model = _model(config, train_counts, processes.device)

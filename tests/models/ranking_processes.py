@@ -21,7 +21,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from jagged.models import RankingModel, TaskOutput
+from jagged.models import DLRM, DCNv2, MixtureModel, RankingModel, RequestModel, TaskOutput, WukongModel
 from jagged.modules import JaggedModule, ScheduledEmbeddingBagCollectionSharder
 from tests.models.shops import shop
 from tests.processes import fork
@@ -30,7 +30,12 @@ PROCESSES, STEPS, RATE = 2, 8, 0.5
 CASES: dict[str, dict[str, Any]] = {
     "dcn": {"table_dims": {"item": 12, "tags": 4}, "conditional": {"buy": "click"}},
     "dot": {"cross": "dot"},
+    "dlrm": {"top_sizes": (12,), "conditional": {"buy": "click"}},
+    "dcnv2": {"table_dims": {"item": 12, "tags": 4}, "cross_rank": 3, "cross_experts": 2, "layer_sizes": (12,)},
+    "wukong": {"num_fm_tokens": 3, "num_linear_tokens": 2, "rank": 2, "hidden_sizes": (6,), "top_sizes": (7,)},
+    "mmoe": {"experts": "ple", "num_experts": 2, "expert_sizes": (6,)},
 }
+CLASSES: dict[str, type[RequestModel]] = {"dlrm": DLRM, "dcnv2": DCNv2, "wukong": WukongModel, "mmoe": MixtureModel}
 
 
 class Share(JaggedModule):
@@ -46,7 +51,7 @@ class Share(JaggedModule):
 
 
 class Shared(nn.Module):
-    def __init__(self, model: RankingModel) -> None:
+    def __init__(self, model: RequestModel) -> None:
         super().__init__()
         self.model, self.share = model, Share()
 
@@ -54,8 +59,8 @@ class Shared(nn.Module):
         return self.share(self.model(batch))  # type: ignore[no-any-return]
 
 
-def model_of(root: Path, name: str) -> RankingModel:
-    model = RankingModel(**torch.load(root / f"{name}.config", weights_only=False))
+def model_of(root: Path, name: str) -> RequestModel:
+    model = CLASSES.get(name, RankingModel)(**torch.load(root / f"{name}.config", weights_only=False))
     model.load_state_dict(torch.load(root / f"{name}.weights"))
     return model
 
@@ -71,7 +76,8 @@ def prepare(root: Path) -> None:
     torch.save(batches, root / "batches")
     for name, options in CASES.items():
         torch.manual_seed(0)
-        model = RankingModel.of(split, embedding_dim=8, layer_sizes=(12, 6), **options)
+        sizes = {} if name in CLASSES else {"layer_sizes": (12, 6)}
+        model = CLASSES.get(name, RankingModel).of(split, embedding_dim=8, **sizes, **options)
         torch.save(model.config, root / f"{name}.config")
         torch.save(model.state_dict(), root / f"{name}.weights")
 

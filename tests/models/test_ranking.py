@@ -471,7 +471,14 @@ def test_under_autocast(splits: dict[str, Split], name: str) -> None:
 # TorchRec's collections break the graph, where Dynamo looks at the `grad` of what is no leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("everything", "everything by dots")), "requests alone"]
+    "name",
+    [
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("everything", "everything by dots", "experts of tasks", "dlrm")
+        ),
+        *("requests alone", "wukong of requests alone", "dcnv2 in parallel"),
+    ],
 )
 def test_is_compiled(splits: dict[str, Split], name: str) -> None:
     split, model = of_variant(splits, name)
@@ -493,7 +500,8 @@ def given_to(split: Split) -> list[Batch]:
     return [gather(range(20)), gather(range(20, 27), max_history=2), gather([0]), gather([3, 0], max_history=0)]
 
 
-SERVED = ("everything", "lists as histories", "requests alone")
+OF_NAMES = ("experts", "experts of tasks", "dlrm", "dcnv2", "wukong of requests alone")
+SERVED = ("everything", "lists as histories", "requests alone", *OF_NAMES)
 
 
 @pytest.mark.parametrize("name", [name if name in SERVED else pytest.param(name, marks=pytest.mark.long) for name in VARIANTS])
@@ -512,10 +520,14 @@ def test_scores_are_exported_for_all_sizes(splits: dict[str, Split], name: str) 
                 assert of.shape == batch.rows.shape
                 assert torch.equal(found[task], of)
                 assert torch.equal(model(batch).scores[task].logits, of)
-                assert torch.equal(model.predict(batch)[task], of.sigmoid())
+                if name == "wukong":
+                    # PyTorch multiplies tokens in another order where there are no gradients.
+                    torch.testing.assert_close(model.predict(batch)[task], of.sigmoid())
+                else:
+                    assert torch.equal(model.predict(batch)[task], of.sigmoid())
             model.train()
     known = {"rows", "labels", "label_mask", "weights", "request_index", "user_index", "sampled"}
-    without_candidates = name in ("requests alone", "one id", "a list alone")
+    without_candidates = name in ("one id", "a list alone") or name.endswith("requests alone")
     assert set(scoring_tensors(model, given[0])) & known == ({"rows"} if without_candidates else set())
 
 
@@ -656,10 +668,10 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("cross", ["dcn", "dot"])
-def test_two_processes_of_torchrecs_pipeline_train_as_one_does(processes: dict[str, Any], cross: str) -> None:
+@pytest.mark.parametrize("case", ["dcn", "dot", "dlrm", "dcnv2", "wukong", "mmoe"])
+def test_two_processes_of_torchrecs_pipeline_train_as_one_does(processes: dict[str, Any], case: str) -> None:
     """Tables in every way of sharding, requests and candidates of other numbers in each process."""
-    found = processes[cross]
+    found = processes[case]
     assert found["pipelined"] == found["planned"]
     together, alone = found["losses"]
     assert together == pytest.approx(alone, rel=1e-5)

@@ -167,6 +167,9 @@ def test_scalable_heads_train_in_one_process(dataset: SequenceDataset, tmp_path:
     with pytest.raises(TrainingError) as caught:
         run(tmp_path, dataset, head="scalable")
     assert str(caught.value) == "head: scalable trains in one process; start one, or take head=cross-entropy or head=sampled"
+    with pytest.raises(TrainingError) as caught:
+        run(tmp_path / "other", dataset, model={"name": "bert4rec", "embedding_dim": 8})
+    assert str(caught.value) == "model: bert4rec trains in one process; start one, or take model=sasrec or model=hstu"
     model = build("sasrec", num_items=5, embedding_dim=8)
     task = NextItemTask(model, head=ScalableCrossEntropyHead(2, 2, 2))
     with pytest.raises(ValueError) as refused:  # noqa: PT011 - the whole message follows
