@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from jagged.data.batches import keyed
 from jagged.models.item_sequences import FEATURE, ItemSequenceModel
 from jagged.models.validation import validate_features
 from jagged.modules import ItemMasking, JaggedTransformerBlock, MaskedItems
@@ -136,4 +137,4 @@ class BERT4Rec(ItemSequenceModel):
 
 
 def _keyed(items: JaggedTensor) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor([FEATURE], items.values(), offsets=items.offsets())
+    return keyed(items.values(), items.lengths(), items.offsets(), (FEATURE,))

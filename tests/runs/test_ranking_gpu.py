@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,7 +14,7 @@ import torch
 
 import jagged
 from jagged.config import RankingConfig
-from jagged.models import RankingModel
+from jagged.models import REQUEST_MODELS
 from jagged.runs.ranking import RankingRun
 from tests.models.shops import shop
 from tests.runs.test_ranking_runs import TASKS, config, table
@@ -54,10 +55,27 @@ def test_a_run_on_the_gpu_repeats(tmp_path: Path) -> None:
         torch.testing.assert_close(value, weights[1][name], atol=1e-3, rtol=1e-3)
 
 
-def test_gradients_are_those_of_the_cpu() -> None:
+#: Models by name, and options that show more of them than their defaults do.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ranking": {},
+    "dlrm": {},
+    "dcnv2": {"structure": "parallel", "cross_rank": 3, "cross_experts": 2},
+    "wukong": {"num_fm_tokens": 8, "num_linear_tokens": 8, "rank": 4},
+    "mmoe": {"experts": "ple", "num_experts": 2, "expert_layers": 2, "cross": "dcn"},
+}
+every_model = pytest.mark.parametrize("name", list(OPTIONS))
+
+
+def test_all_models_are_tried() -> None:
+    assert set(OPTIONS) == set(REQUEST_MODELS)
+
+
+@every_model
+def test_gradients_are_those_of_the_cpu(name: str) -> None:
     split = shop(history="events", event_labels=["click"])
     torch.manual_seed(0)
-    model = RankingModel.of(split, embedding_dim=8, conditional={"buy": "click"}, implied=True)
+    options = {"embedding_dim": 8, "conditional": {"buy": "click"}, "implied": True}
+    model = REQUEST_MODELS[name].of(split, **options, **OPTIONS[name])
     batch = split.train.gather(range(20))
     model(batch).loss.backward()
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -69,9 +87,11 @@ def test_gradients_are_those_of_the_cpu() -> None:
             torch.testing.assert_close(parameter.grad.cpu(), expected[name], atol=1e-5, rtol=1e-3)
 
 
-def test_a_step_on_a_new_batch_does_not_wait_for_the_device() -> None:
+@every_model
+def test_a_step_on_a_new_batch_does_not_wait_for_the_device(name: str) -> None:
     split = shop(history="events", event_labels=["click"], requests=200)
-    model = RankingModel.of(split, embedding_dim=8, conditional={"buy": "click"}, implied=True).cuda()
+    options = {"embedding_dim": 8, "conditional": {"buy": "click"}, "implied": True}
+    model = REQUEST_MODELS[name].of(split, **options, **OPTIONS[name]).cuda()
     loader = split.train.loader(batch_size=16, num_workers=1, pin_memory=True)
     batches = [batch.to(torch.device("cuda"), non_blocking=True) for batch in loader]
     # Kernels are compiled, and tables of their sizes made.
