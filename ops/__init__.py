@@ -58,6 +58,7 @@ from jagged.ops.group_sparse import (
     group_sparse_linear,
     group_sparse_topk,
 )
+from jagged.ops.grouped_linear import grouped_linear, mix_groups
 from jagged.ops.host_rows import SeatedRows, claim_rows, exchange_rows, seat_rows
 from jagged.ops.linear_bce import linear_bce
 from jagged.ops.sampled_cross_entropy import (
@@ -104,6 +105,7 @@ __all__ = [
     "group_sparse_cross_entropy",
     "group_sparse_linear",
     "group_sparse_topk",
+    "grouped_linear",
     "jagged2_softmax",
     "jagged_attention",
     "jagged_concat",
@@ -126,6 +128,7 @@ __all__ = [
     "linear_bce",
     "linear_cross_entropy",
     "linear_cross_entropy_strategy",
+    "mix_groups",
     "pair_offsets",
     "quantize_rows",
     "row_positions",
@@ -148,6 +151,7 @@ for _name in (
     "group_sparse_cross_entropy",
     "group_sparse_linear",
     "group_sparse_topk",
+    "grouped_linear",
     "jagged2_softmax",
     "jagged_attention",
     "jagged_concat",
@@ -169,6 +173,7 @@ for _name in (
     "jagged_unique",
     "linear_bce",
     "linear_cross_entropy",
+    "mix_groups",
     "pair_offsets",
     "quantize_rows",
     "row_positions",

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from jagged.modules import JaggedModule
-from jagged.ops import ACTIVATIONS, Activation
+from jagged.ops import ACTIVATIONS, Activation, grouped_linear, mix_groups
 
 
 class GroupedLinear(JaggedModule):
     """Linear layers of one shape side by side, each with weights of its own, as one matrix product.
 
-    `out_ng = W_g x_ng + b_g`. Where all groups read the same row, x_n, their weights are one matrix and the product one GEMM;
-    else it is one batched GEMM, to which rows are handed as they lie.
+    `out_ng = activation(W_g x_ng + b_g)`, by `grouped_linear`: where all groups read the same row, x_n, their weights are one
+    matrix and the product one GEMM; else it is one batched GEMM.
 
     Args:
         in_features, out_features: widths.
         num_groups: layers G, at least one.
         bias: whether there is a b.
+        activation: `"relu"`, which is part of the product's kernel, `"silu"`, `"gelu"`, or None.
         device: where parameters live; `"meta"` allocates nothing.
 
     Attributes:
@@ -34,7 +35,7 @@ class GroupedLinear(JaggedModule):
         x: `[N, in_features]`, which all groups read, or `[N, G, in_features]`; out `[N, G, out_features]`.
 
     Raises:
-        ValueError: a number below 1; rows of another shape.
+        ValueError: a number below 1, an unknown activation; rows of another shape.
 
     Example:
         >>> import torch
@@ -44,7 +45,7 @@ class GroupedLinear(JaggedModule):
         (torch.Size([5, 4, 3]), torch.Size([5, 4, 3]))
     """
 
-    shown = ("in_features", "out_features", "num_groups")
+    shown = ("in_features", "out_features", "num_groups", "activation")
     bias: Tensor | None
 
     def __init__(
@@ -54,11 +55,15 @@ class GroupedLinear(JaggedModule):
         num_groups: int,
         *,
         bias: bool = True,
+        activation: Activation | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         for name, number in (("in_features", in_features), ("out_features", out_features), ("num_groups", num_groups)):
             _check_least(name, number)
+        if activation is not None:
+            _check_activation(activation)
+        self.activation = activation
         self.in_features, self.out_features, self.num_groups = in_features, out_features, num_groups
         self.weight = nn.Parameter(torch.empty(num_groups, out_features, in_features, device=device))
         self.register_parameter("bias", nn.Parameter(torch.empty(num_groups, out_features, device=device)) if bias else None)
@@ -72,16 +77,9 @@ class GroupedLinear(JaggedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply each group's layer."""
-        groups, wide = self.num_groups, self.in_features
-        if x.dim() == 2 and x.shape[1] == wide:
-            bias = None if self.bias is None else self.bias.flatten()
-            return nn.functional.linear(x, self.weight.flatten(0, 1), bias).unflatten(1, (groups, self.out_features))
-        if x.dim() != 3 or x.shape[1:] != (groups, wide):
-            raise ValueError(f"x: expected rows [N, {wide}] or [N, {groups}, {wide}], got {list(x.shape)}")
-        of_groups, transposed = x.transpose(0, 1), self.weight.transpose(1, 2)
-        if self.bias is None:
-            return torch.bmm(of_groups, transposed).transpose(0, 1)
-        return torch.baddbmm(self.bias[:, None], of_groups, transposed).transpose(0, 1)
+        if self.activation in ("relu", None):
+            return grouped_linear(x, self.weight, self.bias, self.activation)
+        return ACTIVATIONS[self.activation](grouped_linear(x, self.weight, self.bias))
 
 
 class GroupedMLP(JaggedModule):
@@ -131,21 +129,18 @@ class GroupedMLP(JaggedModule):
         _check_activation(activation)
         self.activation, self.last_activation = activation, last_activation
         widths = itertools.pairwise([in_features, *layer_sizes])
-        self.layers = nn.ModuleList(GroupedLinear(a, b, num_groups, device=device) for a, b in widths)
+        num_activated = len(layer_sizes) if last_activation else len(layer_sizes) - 1
+        self.layers = nn.ModuleList(
+            GroupedLinear(a, b, num_groups, activation=activation if place < num_activated else None, device=device)
+            for place, (a, b) in enumerate(widths)
+        )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each row by each perceptron."""
-        last = len(self.layers) - 1
-        for place, layer in enumerate(self.layers):
-            x = layer(x)
-            if place < last or self.last_activation:
-                x = self.activated(x)
+        for layer in cast("Iterable[GroupedLinear]", self.layers):
+            x = layer(x) if layer.activation is None else self.dropout(layer(x))
         return x
-
-    def activated(self, x: Tensor) -> Tensor:
-        """What follows a layer: the activation, and dropout."""
-        return cast(Tensor, self.dropout(ACTIVATIONS[self.activation](x)))
 
 
 class MMoE(JaggedModule):
@@ -311,9 +306,9 @@ class _Extraction(JaggedModule):
         self.num_tasks, self.num_specific, self.num_shared = num_tasks, num_specific, num_shared
         # Experts of one task read the same rows, so that their first layers are one matrix.
         first, *others = expert_sizes
-        self.specific_inputs = GroupedLinear(in_features, num_specific * first, num_tasks, device=device)
-        self.shared_inputs = GroupedLinear(in_features, first, num_shared, device=device)
-        self.activation, self.dropout = activation, nn.Dropout(dropout)
+        self.specific_inputs = GroupedLinear(in_features, num_specific * first, num_tasks, activation=activation, device=device)
+        self.shared_inputs = GroupedLinear(in_features, first, num_shared, activation=activation, device=device)
+        self.dropout = nn.Dropout(dropout)
 
         def later(count: int) -> nn.Module:
             if not others:
@@ -327,25 +322,16 @@ class _Extraction(JaggedModule):
 
     def forward(self, of_tasks: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         tasks, specific = self.num_tasks, self.num_specific
-        first = self.specific_inputs(of_tasks)
-        if of_tasks.dim() == 3:
-            # Rows of their own come back in another order. That is not looked up, as one row would be in both.
-            first = first.clone(memory_format=torch.contiguous_format)
-        first = first.unflatten(2, (specific, -1)).flatten(1, 2)
-        own, of_all = self.specific(self._activated(first)), self.shared(self._activated(self.shared_inputs(shared)))
-        weights = self.gates(of_tasks).softmax(2, dtype=_summed(own.dtype)).to(own.dtype)
-        own_weights, shared_weights = weights.split([specific, self.num_shared], 2)
-        of_own = (own_weights[..., None] * own.unflatten(1, (tasks, specific))).sum(2)
-        # `torch.matmul` asks whether there is one row, of which an exported program then takes more alone.
-        mixed_tasks = of_own + torch.bmm(shared_weights, of_all)
+        first = self.specific_inputs(of_tasks).unflatten(2, (specific, -1)).flatten(1, 2)
+        own, of_all = self.specific(self.dropout(first)), self.shared(self.dropout(self.shared_inputs(shared)))
+        own_weights, shared_weights = _shares(self.gates(of_tasks), own.dtype).split([specific, self.num_shared], 2)
+        # The experts of a task are mixed for it alone: a row of each.
+        of_own = mix_groups(own.unflatten(1, (tasks, specific)).flatten(0, 1), own_weights.reshape(-1, 1, specific))
+        mixed_tasks = of_own.view(-1, tasks, own.shape[2]) + mix_groups(of_all, shared_weights)
         if self.shared_gate is None:
             return mixed_tasks, shared
-        weights = self.shared_gate(shared).softmax(2, dtype=_summed(own.dtype)).to(own.dtype)
-        own_weights, shared_weights = weights.split([tasks * specific, self.num_shared], 2)
-        return mixed_tasks, (torch.bmm(own_weights, own) + torch.bmm(shared_weights, of_all)).squeeze(1)
-
-    def _activated(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.dropout(ACTIVATIONS[self.activation](x)))
+        own_weights, shared_weights = _shares(self.shared_gate(shared), own.dtype).split([tasks * specific, self.num_shared], 2)
+        return mixed_tasks, (mix_groups(own, own_weights) + mix_groups(of_all, shared_weights)).squeeze(1)
 
 
 class GateUnit(JaggedModule):
@@ -483,7 +469,7 @@ class PPNet(JaggedModule):
         for place, (gate, layer) in enumerate(zip(self.gates, towers.layers, strict=True)):
             hidden = layer(gate(read).unflatten(1, (tasks, -1)) * hidden)
             if place < len(self.gates) - 1:
-                hidden = towers.activated(hidden)
+                hidden = towers.dropout(hidden)
         return hidden
 
 
@@ -497,12 +483,12 @@ def mixed(gates: Tensor, experts: Tensor) -> Tensor:
     Returns:
         Tensor: `[N, T, H]` in the dtype of the experts.
     """
-    return torch.bmm(gates.softmax(2, dtype=_summed(experts.dtype)).to(experts.dtype), experts)
+    return mix_groups(experts, _shares(gates, experts.dtype))
 
 
-def _summed(dtype: torch.dtype) -> torch.dtype:
-    """What a softmax is made in."""
-    return torch.promote_types(dtype, torch.float32)
+def _shares(gates: Tensor, dtype: torch.dtype) -> Tensor:
+    """The softmax over experts of `[N, T, E]`, made in float32 at least."""
+    return gates.softmax(2, dtype=torch.promote_types(dtype, torch.float32)).to(dtype)
 
 
 def _check_activation(name: str) -> None:

@@ -115,7 +115,7 @@ class _Experts(JaggedModule):
         super().__init__()
         self.activation = activation
         self.down = nn.Linear(width, count * rank, bias=False, device=device)
-        self.inner = GroupedLinear(rank, rank, count, bias=False, device=device)
+        self.inner = GroupedLinear(rank, rank, count, bias=False, activation=activation, device=device)
         # Scaled as one expert's, since gates may choose one alone.
         self.up = GroupedLinear(rank, width, count, bias=False, device=device)
         self.gate = nn.Linear(width, count, bias=False, device=device) if count > 1 else None
@@ -128,7 +128,7 @@ class _Experts(JaggedModule):
     def forward(self, x: Tensor) -> Tensor:
         rows, activation = x.reshape(-1, x.shape[-1]), ACTIVATIONS[self.activation]
         count, rank = self.inner.weight.shape[:2]
-        low = activation(self.inner(activation(self.down(rows)).unflatten(1, (count, rank))))
+        low = self.inner(activation(self.down(rows)).unflatten(1, (count, rank)))
         if self.gate is not None:
             low = low * self.gate(rows).softmax(1)[:, :, None]
         # The experts' matrices side by side.

@@ -196,15 +196,21 @@ def test_dropout_is_of_training_alone(place: Place, module: Callable[[], nn.Modu
     assert torch.equal(made(*inputs), made(*inputs))
 
 
+ROWS = "expected shape [N, 2] or [N, 3, 2], as weight [3, 2, 2] has it"
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: GroupedLinear(0, 2, 3), "in_features: expected 1 or more, got 0"),
         (lambda: GroupedLinear(2, 0, 3), "out_features: expected 1 or more, got 0"),
         (lambda: GroupedLinear(2, 2, 0), "num_groups: expected 1 or more, got 0"),
-        (lambda: GroupedLinear(2, 2, 3)(rows(5, 3).float()), "x: expected rows [N, 2] or [N, 3, 2], got [5, 3]"),
-        (lambda: GroupedLinear(2, 2, 3)(rows(5, 2, 2).float()), "x: expected rows [N, 2] or [N, 3, 2], got [5, 2, 2]"),
-        (lambda: GroupedLinear(2, 2, 3)(rows(2).float()), "x: expected rows [N, 2] or [N, 3, 2], got [2]"),
+        (
+            lambda: GroupedLinear(2, 2, 3)(rows(5, 3).float()),
+            f"x: {ROWS}, got [5, 3]",
+        ),
+        (lambda: GroupedLinear(2, 2, 3)(rows(5, 2, 2).float()), f"x: {ROWS}, got [5, 2, 2]"),
+        (lambda: GroupedLinear(2, 2, 3)(rows(2).float()), "x: expected shape [N, G, in], got [2]"),
         (lambda: GroupedMLP(2, [], 3), "layer_sizes: expected the width of at least one layer, got none"),
         (lambda: GroupedMLP(2, [2], 3, activation="tanh"), "activation: got 'tanh', expected one of 'relu', 'silu', 'gelu'"),
         (lambda: MMoE(2, [2], 2, 2)(rows(1, 2), rows(1, 2)), "gate: expected None, as there are no gate_features, got [1, 2]"),

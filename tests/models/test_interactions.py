@@ -538,12 +538,14 @@ def test_copies_compute_the_same(place: Place, case: Case) -> None:
 
 
 @but_dots
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_vmap_over_rows(place: Place, case: Case) -> None:
     module, x = block_of(case, place, torch.float64), torch.randn(5, *case.row, dtype=torch.float64, device=place.device)
     torch.testing.assert_close(torch.func.vmap(module)(x), module(x))
 
 
 @every_block
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_gradients_of_each_row(place: Place, case: Case) -> None:
     """By `torch.func`: those of weights add up to the batch's."""
     module, x = block_of(case, place, torch.float64), torch.randn(5, *case.row, dtype=torch.float64, device=place.device)

@@ -1,0 +1,53 @@
+"""Tiles of layers and mixtures of groups. Nothing else decides how they are launched.
+
+Layers compile without a spill for compute capabilities 9.0 and 10.0, mixtures for 8.0, too. Layers' tiles are those that were the
+fastest of six on an H200, of 65,536 rows in bfloat16; one kernel takes 128 x 256 or 128 x 128 of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+# Major compute capability from which tiles are loaded by descriptors; before it they take registers, which are not there.
+LEAST_CAPABILITY = 9
+# Of mixtures: rows of a tile times its columns; the most mixtures, and columns, that a program takes.
+MIX_ELEMENTS, MOST_MIXTURES, WIDEST_MIXTURE = 2048, 4, 1024
+MIX_WARPS, MIX_STAGES = 4, 3
+
+
+class Configuration(NamedTuple):
+    """Rows, columns and inner columns of a tile, how Triton runs it, and programs at once on a multiprocessor."""
+
+    rows: int
+    columns: int
+    inner: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+def linear_configuration(in_features: int, out_features: int) -> Configuration | None:
+    """Choose for `[N, in] x [out, in]` of each group in 16 bits; None where no tile divides both widths.
+
+    A tile of columns is of one group, and no tile reads over the end of a group's rows.
+    """
+    if in_features % 16 or out_features % 16:
+        return None
+    inner = _divisor(in_features, 64)
+    if out_features % 256 == 0 and out_features >= 512:
+        return Configuration(128, 256, inner, 8, 3, 1)
+    columns = _divisor(out_features, 128)
+    return Configuration(128, columns, inner, 8 if columns == 128 else 4, 4, 2)
+
+
+def mix_tile(width: int) -> tuple[int, int] | None:
+    """Choose rows and columns of a mixture's tile; None for rows that are too wide for one program."""
+    if width > WIDEST_MIXTURE:
+        return None
+    columns = max(16, 1 << (width - 1).bit_length())
+    return max(1, MIX_ELEMENTS // columns), columns
+
+
+def _divisor(size: int, most: int) -> int:
+    """Return the largest power of two up to `most`, at least 16, that divides a multiple of 16."""
+    return min(most, size & -size)

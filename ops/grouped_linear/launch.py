@@ -1,0 +1,70 @@
+"""Launches of layers of groups, and of the way back through their ReLU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from jagged.ops._shared.launch import Launcher
+from jagged.ops._shared.matrices import gpu
+from jagged.ops._shared.sizes import cdiv
+from jagged.ops.elementwise.kernels import sum_rows
+from jagged.ops.grouped_linear import torch_impl
+from jagged.ops.grouped_linear.configurations import LEAST_CAPABILITY, linear_configuration
+from jagged.ops.grouped_linear.kernels import grouped_linear_kernel
+from jagged.ops.grouped_linear.spec import Before, Inputs, NoOptions, Options, Outputs, Slopes
+
+_launch = Launcher(grouped_linear_kernel)
+
+
+def grouped_linear(x: Inputs, o: Options) -> Outputs:
+    """Launch `grouped_linear_kernel`.
+
+    Products in float32, of widths that no tile divides, and on GPUs that load no tiles by themselves are the library's.
+    """
+    rows, weight, bias = x
+    num_groups, out_features, in_features = weight.shape
+    if rows.dim() == 2:
+        # All groups' columns are those of one layer.
+        num_groups, out_features = 1, num_groups * out_features
+    has_kernel = rows.dtype.itemsize == 2 and gpu(rows.device).capability >= LEAST_CAPABILITY
+    chosen = linear_configuration(in_features, out_features) if has_kernel else None
+    if chosen is None or not rows.shape[0] or not weight.numel():
+        return torch_impl.grouped_linear(x, o)
+    output = rows.new_empty(rows.shape[0], *weight.shape[:2])
+    read = _rows_side_by_side(rows, num_groups * in_features)
+    row_blocks = cdiv(rows.shape[0], chosen.rows)
+    tiles = num_groups * row_blocks * (out_features // chosen.columns)
+    weight = weight.contiguous()
+    _launch(
+        (min(tiles, chosen.programs * gpu(rows.device).multiprocessors),),
+        _descriptor(read, chosen.rows, chosen.inner),
+        _descriptor(weight.view(-1, in_features), chosen.columns, chosen.inner),
+        None if bias is None else bias.contiguous(),
+        _descriptor(output.view(output.shape[0], -1), chosen.rows, chosen.columns),
+        row_blocks, num_groups, OUT=out_features, IN=in_features, RELU=o.relu, BLOCK_M=chosen.rows, BLOCK_N=chosen.columns,
+        BLOCK_K=chosen.inner, NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
+    )  # fmt: skip
+    return Outputs(output)
+
+
+def relu_gradient(x: Slopes, o: NoOptions) -> Before:
+    """Launch the kernel that sums rows, as of one sample."""
+    grad, kept = x
+    before, sums = grad.new_empty(grad.shape), grad.new_zeros(1, grad.shape[1])
+    if grad.numel():
+        offsets = torch.arange(0, grad.shape[0] + 1, grad.shape[0], device=grad.device)
+        sum_rows(grad, kept, None, offsets, before, sums, "relu")
+    return Before(before, sums[0])
+
+
+def _rows_side_by_side(rows: Tensor, width: int) -> Tensor:
+    """Return rows as a matrix that a descriptor takes: its columns adjacent, its rows and itself every 16 bytes."""
+    flat = rows.reshape(rows.shape[0], width)
+    is_aligned = flat.stride(1) == 1 and flat.stride(0) % 8 == 0 and flat.data_ptr() % 16 == 0
+    return flat if is_aligned else flat.clone(memory_format=torch.contiguous_format)
+
+
+def _descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])

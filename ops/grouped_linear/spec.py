@@ -1,0 +1,179 @@
+"""The operators of linear layers of groups, and of mixtures of groups.
+
+The gradients of each are made of operators, so all orders are right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from jagged.ops._shared.operator import Differentiable, Operator, operator
+
+Wanted = Mapping[str, torch.dtype]
+
+
+class Inputs(NamedTuple):
+    """Rows `[N, in]`, which all groups read, or `[N, G, in]`; weights `[G, out, in]`; biases `[G, out]`."""
+
+    x: Differentiable
+    weight: Differentiable
+    bias: Differentiable | None = None
+
+
+class Options(NamedTuple):
+    """Whether a ReLU follows."""
+
+    relu: bool = False
+
+
+class Outputs(NamedTuple):
+    """`[N, G, out]`, its rows side by side."""
+
+    output: Tensor
+
+
+class Slopes(NamedTuple):
+    """A gradient behind a ReLU, and what the ReLU gave, `[N, F]` both."""
+
+    grad: Differentiable
+    kept: Tensor
+
+
+class Before(NamedTuple):
+    """The gradient before the ReLU, `[N, F]`, and its sums `[F]`."""
+
+    before: Tensor
+    sums: Tensor
+
+
+class NoOptions(NamedTuple):
+    """None."""
+
+
+class MixInputs(NamedTuple):
+    """Groups' rows `[N, G, D]`, and for each mixture what they count `[N, T, G]`."""
+
+    groups: Differentiable
+    weights: Differentiable
+
+
+class Mixtures(NamedTuple):
+    """`[N, T, D]`."""
+
+    mixtures: Tensor
+
+
+class MixSlopes(NamedTuple):
+    """Gradients of mixtures `[N, T, D]`, and what they were made of."""
+
+    grad: Differentiable
+    groups: Differentiable
+    weights: Differentiable
+
+
+class MixGradients(NamedTuple):
+    """Gradients of the groups `[N, G, D]` and of what they count `[N, T, G]`."""
+
+    of_groups: Tensor
+    of_weights: Tensor
+
+
+def _of_linear(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Wanted, backend: str) -> dict[str, Tensor]:
+    grad, shape = grads.output, grads.output.shape[1:]
+    rows, weight, found = x.x, x.weight, {}
+    if o.relu:
+        before, sums = RELU_GRADIENT(Slopes(grad.flatten(1), out.output.flatten(1)), NoOptions(), backend)
+        grad, sums = before.view(grad.shape), sums.view(shape)
+    if "bias" in wanted:
+        found["bias"] = sums if o.relu else grad.sum(0)
+    if rows.dim() == 2:
+        if "x" in wanted:
+            found["x"] = grad.flatten(1) @ weight.flatten(0, 1)
+        if "weight" in wanted:
+            found["weight"] = (grad.flatten(1).T @ rows).view(weight.shape)
+        return found
+    if "x" in wanted:
+        found["x"] = GROUPED_LINEAR(Inputs(grad, weight.transpose(1, 2)), Options(), backend).output
+    if "weight" in wanted:
+        found["weight"] = torch.bmm(grad.permute(1, 2, 0), rows.transpose(0, 1))
+    return found
+
+
+def _of_relu_gradient(grads: Before, x: Slopes, out: Before, o: NoOptions, wanted: Wanted, backend: str) -> dict[str, Tensor]:
+    given = [of for of in grads if of is not None]
+    return {"grad": torch.where(x.kept > 0, sum(given[1:], given[0]), 0)}
+
+
+def _of_mix(grads: Mixtures, x: MixInputs, out: Mixtures, o: NoOptions, wanted: Wanted, backend: str) -> dict[str, Tensor]:
+    found = MIX_GRADIENTS(MixSlopes(grads.mixtures, *x), o, backend)
+    return {name: of for name, of in zip(MixInputs._fields, found, strict=True) if name in wanted}
+
+
+def _of_mix_gradients(
+    grads: MixGradients, x: MixSlopes, out: MixGradients, o: NoOptions, wanted: Wanted, backend: str
+) -> dict[str, Tensor]:
+    # Each of both is linear in two of three, so that the gradients are the same two operators.
+    groups = torch.zeros_like(x.groups) if grads.of_groups is None else grads.of_groups
+    weights = torch.zeros_like(x.weights) if grads.of_weights is None else grads.of_weights
+    found = dict(zip(MixInputs._fields, MIX_GRADIENTS(MixSlopes(x.grad, groups, weights), o, backend), strict=True))
+    if "grad" in wanted:
+        parts = [
+            MIX_GROUPS(inputs, o, backend).mixtures for inputs in (MixInputs(groups, x.weights), MixInputs(x.groups, weights))
+        ]
+        found["grad"] = parts[0] + parts[1]
+    return {name: found[name] for name in wanted}
+
+
+_TORCH = "jagged.ops.grouped_linear.torch_impl"
+
+GROUPED_LINEAR: Operator[Inputs, Options, Outputs] = operator(
+    "grouped_linear",
+    Inputs,
+    Options,
+    Outputs,
+    shapes=lambda x, o: Outputs(x.x.new_empty(x.x.shape[0], *x.weight.shape[:2])),
+    torch=f"{_TORCH}:grouped_linear",
+    triton="jagged.ops.grouped_linear.launch:grouped_linear",
+    gradient=_of_linear,
+    # Where the output is 0, ReLU's slope is, so that nothing before it is kept.
+    saved=lambda o: ("x", "weight", "output") if o.relu else ("x", "weight"),
+    autocast=Inputs._fields,
+)
+RELU_GRADIENT: Operator[Slopes, NoOptions, Before] = operator(
+    "grouped_relu_gradient",
+    Slopes,
+    NoOptions,
+    Before,
+    shapes=lambda x, o: Before(x.grad.new_empty(x.grad.shape), x.grad.new_empty(x.grad.shape[1:])),
+    torch=f"{_TORCH}:relu_gradient",
+    triton="jagged.ops.grouped_linear.launch:relu_gradient",
+    gradient=_of_relu_gradient,
+    saved=("kept",),
+)
+MIX_GROUPS: Operator[MixInputs, NoOptions, Mixtures] = operator(
+    "mix_groups",
+    MixInputs,
+    NoOptions,
+    Mixtures,
+    shapes=lambda x, o: Mixtures(x.groups.new_empty(*x.weights.shape[:2], x.groups.shape[2])),
+    torch=f"{_TORCH}:mix_groups",
+    triton="jagged.ops.grouped_linear.mix_kernels:mix_groups",
+    gradient=_of_mix,
+    saved=MixInputs._fields,
+    autocast=MixInputs._fields,
+)
+MIX_GRADIENTS: Operator[MixSlopes, NoOptions, MixGradients] = operator(
+    "mix_groups_gradients",
+    MixSlopes,
+    NoOptions,
+    MixGradients,
+    shapes=lambda x, o: MixGradients(x.groups.new_empty(x.groups.shape), x.weights.new_empty(x.weights.shape)),
+    torch=f"{_TORCH}:mix_gradients",
+    triton="jagged.ops.grouped_linear.mix_kernels:mix_gradients",
+    gradient=_of_mix_gradients,
+    saved=MixSlopes._fields,
+)

@@ -1,0 +1,197 @@
+"""Linear layers of groups and their mixtures, against a product and a sum at a time."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from jagged.ops import grouped_linear, mix_groups
+from jagged.ops.grouped_linear.configurations import linear_configuration, mix_tile
+from tests.graphs import captured
+from tests.oracle import check_three_way
+from tests.places import ONE_ORDER, Place
+from tests.reference import grouped_linear as reference
+from tests.strategies import float_dtypes, random_tensor, seeds
+
+FLAGS = st.tuples(st.booleans(), st.booleans(), st.booleans())
+
+
+def check_linear(place: Place, inputs: list[Tensor], relu: bool, wanted: list[bool]) -> None:
+    def ours(*given: Tensor) -> Tensor:
+        return grouped_linear(*given, activation="relu" if relu else None, backend=place.backend)
+
+    def expected(*given: Tensor) -> Tensor:
+        return reference.grouped_linear(*given, relu=relu)
+
+    check_three_way(ours, expected, inputs, requires_grad=wanted[: len(inputs)])
+
+
+@given(
+    st.sampled_from([0, 1, 5, 130, 300]),
+    st.sampled_from([1, 2, 5]),
+    st.sampled_from([(1, 1), (7, 3), (16, 16), (48, 32), (64, 80), (32, 128)]),
+    st.booleans(),
+    float_dtypes(),
+    seeds(),
+    FLAGS,
+    FLAGS,
+)
+def test_grouped_linear(
+    place: Place,
+    rows: int,
+    groups: int,
+    widths: tuple[int, int],
+    is_shared: bool,
+    dtype: torch.dtype,
+    seed: int,
+    wanted: tuple[bool, bool, bool],
+    more: tuple[bool, bool, bool],
+) -> None:
+    width, out = widths
+    has_bias, relu, strided = more
+    shapes = [(rows, width) if is_shared else (rows, groups, width), (groups, out, width), *([(groups, out)] if has_bias else [])]
+    inputs = [random_tensor(shape, dtype, seed + at, strided=strided) for at, shape in enumerate(shapes)]
+    # Products of order one.
+    inputs[1] = inputs[1] / width**0.5
+    check_linear(place, inputs, relu, list(wanted))
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("out", [512, 384])
+def test_tiles_of_wide_layers(place: Place, out: int, is_shared: bool) -> None:
+    shape = (200, 64) if is_shared else (200, 2, 64)
+    inputs = [random_tensor(shape, torch.bfloat16, 1), random_tensor((2, out, 64), torch.bfloat16, 2) / 8]
+    check_linear(place, [*inputs, random_tensor((2, out), torch.bfloat16, 3)], True, [True] * 3)
+
+
+@given(
+    st.sampled_from([0, 1, 5, 40]),
+    st.sampled_from([1, 2, 5]),
+    st.sampled_from([1, 2, 4, 5]),
+    st.sampled_from([1, 7, 16, 80]),
+    float_dtypes(),
+    seeds(),
+    FLAGS,
+    st.booleans(),
+)
+def test_mix_groups(
+    place: Place,
+    rows: int,
+    groups: int,
+    mixtures: int,
+    width: int,
+    dtype: torch.dtype,
+    seed: int,
+    wanted: tuple[bool, bool, bool],
+    strided: bool,
+) -> None:
+    inputs = [
+        random_tensor(shape, dtype, seed + at, strided=strided)
+        for at, shape in enumerate([(rows, groups, width), (rows, mixtures, groups)])
+    ]
+    check_three_way(
+        lambda *given: mix_groups(*given, backend=place.backend), reference.mix_groups, inputs, requires_grad=list(wanted[:2])
+    )
+
+
+@pytest.mark.parametrize("width", [1000, 1100])
+def test_mixtures_of_wide_rows(place: Place, width: int) -> None:
+    inputs = [random_tensor((3, 2, width), torch.float32, 1), random_tensor((3, 2, 2), torch.float32, 2)]
+    check_three_way(lambda *given: mix_groups(*given, backend=place.backend), reference.mix_groups, inputs)
+
+
+def test_groups_as_they_lie_after_a_batched_product(place: Place) -> None:
+    groups, weights = random_tensor((3, 40, 32), torch.float32, 1).transpose(0, 1), random_tensor((40, 2, 3), torch.float32, 2)
+    found = mix_groups(groups, weights.mT.contiguous().mT, backend=place.backend)
+    torch.testing.assert_close(found, reference.mix_groups(groups, weights))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays(place: Place, value: float) -> None:
+    x, weight = random_tensor((5, 16), torch.bfloat16, 1), random_tensor((2, 16, 16), torch.bfloat16, 2).abs()
+    x[1, 3] = value
+    found = grouped_linear(x, weight, activation="relu", backend=place.backend)
+    torch.testing.assert_close(found[1], reference.grouped_linear(x, weight, relu=True)[1], equal_nan=True)
+    assert bool(found[[0, 2, 3, 4]].isfinite().all())
+
+
+@ONE_ORDER
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_repeats_are_the_same(place: Place, is_shared: bool) -> None:
+    shape = (3000, 64) if is_shared else (3000, 4, 64)
+    inputs = [random_tensor(of, place.dtypes[1], 1).requires_grad_() for of in (shape, (4, 32, 64), (4, 32))]
+    gates = random_tensor((3000, 2, 4), place.dtypes[1], 2).requires_grad_()
+
+    def run() -> list[Tensor]:
+        hidden = grouped_linear(*inputs, activation="relu", backend=place.backend)
+        output = mix_groups(hidden, gates, backend=place.backend)
+        return [output, *torch.autograd.grad(output, [*inputs, gates], output.detach())]
+
+    first = run()
+    for _ in range(20):
+        assert all(torch.equal(*pair) for pair in zip(first, run(), strict=True))
+
+
+@pytest.mark.gpu
+def test_a_graph_is_captured(place: Place) -> None:
+    inputs = [random_tensor(of, torch.bfloat16, 1).requires_grad_() for of in ((300, 64), (4, 128, 64), (4, 128), (300, 2, 4))]
+
+    def run() -> list[Tensor]:
+        output = mix_groups(grouped_linear(*inputs[:3], activation="relu"), inputs[3])
+        return [output.detach(), *torch.autograd.grad(output, inputs, output.detach())]
+
+    graph, found = captured(run)
+    with torch.no_grad():
+        for of in inputs:
+            of.mul_(0.5)
+    graph.replay()
+    for ours, expected in zip(found, run(), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+@given(st.integers(1, 4096), st.integers(1, 4096))
+def test_tiles_divide_widths(width: int, out: int) -> None:
+    chosen = linear_configuration(width, out)
+    assert (chosen is None) == bool(width % 16 or out % 16)
+    if chosen is not None:
+        assert width % chosen.inner == 0
+        assert out % chosen.columns == 0
+    tile = mix_tile(width)
+    assert (tile is None) == (width > 1024)
+    assert tile is None or (tile[1] >= width and tile[0] >= 1)
+
+
+X, WEIGHT, BIAS = (5, 3, 8), (3, 4, 8), (3, 4)
+GROUPS, WEIGHTS = (5, 3, 8), (5, 2, 3)
+REFUSED: list[tuple[Any, tuple[Any, ...], dict[str, Any], str]] = [
+    (grouped_linear, ((5, 2, 8), WEIGHT), {}, "x: expected shape [N, 8] or [N, 3, 8], as weight [3, 4, 8] has it, got [5, 2, 8]"),
+    (grouped_linear, ((5, 7), WEIGHT), {}, "x: expected shape [N, 8] or [N, 3, 8], as weight [3, 4, 8] has it, got [5, 7]"),
+    (grouped_linear, (X, WEIGHT, (4, 3)), {}, "bias: expected shape [3, 4], got [4, 3]"),
+    (grouped_linear, (X, WEIGHT), {"activation": "silu"}, "activation: got 'silu', expected 'relu' or None"),
+    (mix_groups, (GROUPS, (5, 2, 4)), {}, "weights: expected shape [5, T, 3], as groups [5, 3, 8] have it, got [5, 2, 4]"),
+    (mix_groups, (GROUPS, (4, 2, 3)), {}, "weights: expected shape [5, T, 3], as groups [5, 3, 8] have it, got [4, 2, 3]"),
+]
+
+
+@pytest.mark.parametrize(("function", "shapes", "options", "message"), REFUSED)
+def test_what_does_not_fit_is_refused(
+    place: Place, function: Any, shapes: tuple[Any, ...], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        function(*(random_tensor(shape, torch.float32, 1) for shape in shapes), **options, backend=place.backend)
+
+
+@pytest.mark.parametrize("function", [grouped_linear, mix_groups])
+def test_dtypes_agree(place: Place, function: Any) -> None:
+    shapes = (X, WEIGHT) if function is grouped_linear else (GROUPS, WEIGHTS)
+    given_dtypes = [random_tensor(shape, dtype, 1) for shape, dtype in zip(shapes, (torch.float32, torch.bfloat16), strict=True)]
+    name, other = ("weight", "x") if function is grouped_linear else ("weights", "groups")
+    message = f"{name}: expected the dtype of {other}, float32, got bfloat16; convert one of them"
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        function(*given_dtypes, backend=place.backend)
