@@ -261,6 +261,19 @@ def _linear_bce(device: torch.device, backend: str) -> None:
     _same(ours, _loss_of_labels(features @ weight.T, positives, offsets), (features, weight))
 
 
+def _grouped_linear(device: torch.device, backend: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (5, 6), (2, 4, 6), (2, 4), (5, 1, 2)
+    leaves = [torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in shapes]
+    rows, weight, bias, shares = leaves
+    hidden = jagged.ops.grouped_linear(rows, weight, bias, "relu", backend=backend)
+    ours = jagged.ops.mix_groups(hidden, shares, backend=backend).square().mean()
+    expected = [(rows @ matrix.T + of).relu() for matrix, of in zip(weight, bias, strict=True)]
+    mixed = sum(share * of for share, of in zip(shares[:, 0].split(1, 1), expected, strict=True))
+    assert isinstance(mixed, torch.Tensor)
+    _same(ours, mixed.square().mean(), tuple(leaves))
+
+
 def _loss_of_labels(logits: torch.Tensor, positives: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     targets = torch.zeros_like(logits).index_put_((torch.repeat_interleave(offsets.diff()), positives), logits.new_ones(()))
     losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, targets, reduction="none")
@@ -377,6 +390,7 @@ _FAMILIES = {
     "softmax": _softmax,
     "group_sparse": _group_sparse,
     "linear_bce": _linear_bce,
+    "grouped_linear": _grouped_linear,
     "attention": _attention,
     "hstu_attention": _hstu_attention,
     "cross_entropy": _cross_entropy,

@@ -77,9 +77,10 @@ _WALK = """\
     elif _kind is float:
         _at_{name}, _key_{name} = {name}, float
 """
-_WALK_IN_GLUON = """\
+# Gluon's descriptors have a layout, Triton's none.
+_WALK_OF_DESCRIPTORS = """\
     elif _kind is _Descriptor:
-        _at_{name}, _key_{name} = {name}, ({name}.base.dtype, {name}.layout, *{name}.block_shape)
+        _at_{name}, _key_{name} = {name}, ({name}.base.dtype, {layout}*{name}.block_shape)
 """
 _OTHERS = """\
     else:
@@ -139,11 +140,11 @@ def _make_run(kernel: Any, constants: dict[str, Any]) -> Any:
     of_options = [f"{name}=_bound_{name}" for name in constants if name not in {p.name for p in parameters}]
     handed = [f"{p.name}=_bound_{p.name}" if p.name in constants else f"{p.name}={p.name}" for p in parameters]
     call = ", ".join([*handed, *of_options, "**_options"])
-    known, more = _WALK, {}
-    if hasattr(kernel, "is_gluon") and kernel.is_gluon():
+    is_gluon = hasattr(kernel, "is_gluon") and kernel.is_gluon()
+    if is_gluon:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        known, more = _WALK + _WALK_IN_GLUON, {"_Descriptor": TensorDescriptor}
+    else:
+        from triton.tools.tensor_descriptor import TensorDescriptor
     walk, key, launched = [], [], []
     for p in parameters:
         if p.name in constants:
@@ -155,7 +156,8 @@ def _make_run(kernel: Any, constants: dict[str, Any]) -> Any:
             launched.append(p.name)
             continue
         integer = (_WIDTH if p.do_not_specialize else _SPECIALISED).format(name=p.name)
-        walk.append((known + _OTHERS).format(name=p.name, integer=integer, call=call))
+        layout = f"{p.name}.layout, " if is_gluon else ""
+        walk.append((_WALK + _WALK_OF_DESCRIPTORS + _OTHERS).format(name=p.name, integer=integer, layout=layout, call=call))
         key.append(f"_key_{p.name}")
         launched.append(f"_at_{p.name}")
     given = ", ".join(launched)
@@ -195,7 +197,7 @@ def run(_grid, {", ".join(heads)}, **_options):
         # Without the question whether CUDA is initialised, as it is where there are tensors to launch with.
         "_current_device": getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device),
         "_current_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),
-        **more,
+        "_Descriptor": TensorDescriptor,
         **values,
     }
     exec(compile(source, f"<launch of {kernel.__name__}>", "exec"), names)

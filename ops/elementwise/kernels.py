@@ -337,7 +337,7 @@ def collect(x: Factors, o: Collection) -> Collected:
     num_samples, (total, num_features) = offsets.shape[0] - 1, values.shape
     if length is None:
         sums = values.new_empty(num_samples, num_features)
-        sum_rows(values, factor, None, offsets, None, sums, "copy" if factor is None else "mul")
+        _sum_rows(values, factor, None, offsets, None, sums, "copy" if factor is None else "mul")
         return Collected(sums)
     dense = values.new_empty(num_samples, length, num_features)
     if dense.numel():
@@ -358,12 +358,12 @@ def activate_backward(
     grad = grads.output
     terms, sums = grad.new_empty(*grad.shape), grad.new_empty(*x.context.shape)
     saved = out.output if o.activation == "relu" else x.values
-    sum_rows(grad, saved, x.context, x.offsets, terms, sums, o.activation)
+    _sum_rows(grad, saved, x.context, x.offsets, terms, sums, o.activation)
     found = {"values": terms, "context": sums}
     return {name: found[name] for name in wanted}
 
 
-def sum_rows(
+def _sum_rows(
     values: Tensor,
     factor: Tensor | None,
     context: Tensor | None,
@@ -372,7 +372,6 @@ def sum_rows(
     sums: Tensor,
     operation: str,
 ) -> None:
-    """Launch `sum_rows_kernel`: its operation's sums of samples' rows into `sums`, and of an activation the rows into `terms`."""
     if not sums.numel():
         return
     (num_samples, num_features), total = sums.shape, values.shape[0]

@@ -13,6 +13,8 @@ LEAST_CAPABILITY = 9
 # Of mixtures: rows of a tile times its columns; the most mixtures, and columns, that a program takes.
 MIX_ELEMENTS, MOST_MIXTURES, WIDEST_MIXTURE = 2048, 4, 1024
 MIX_WARPS, MIX_STAGES = 4, 3
+# Of the gradient behind a ReLU: columns and elements of a tile at most, programs of a multiprocessor.
+RELU_COLUMNS, RELU_ELEMENTS, RELU_PROGRAMS, RELU_WARPS = 256, 2048, 8, 4
 
 
 class Configuration(NamedTuple):

@@ -1,4 +1,4 @@
-"""Linear layers of groups in one kernel: product, bias and ReLU, written once."""
+"""Linear layers of groups in one kernel: product, bias and ReLU, written once. And the way back through the ReLU."""
 
 from __future__ import annotations
 
@@ -47,3 +47,26 @@ def grouped_linear_kernel(
             # As torch's: NaN stays.
             result = tl.where(result < 0, 0.0, result)
         output.store([row, column], result.to(output.dtype))
+
+
+@triton.jit(do_not_specialize=["num_rows", "rows_of_part"])
+def grouped_relu_gradient_kernel(
+    grad, kept, before, parts, num_rows, rows_of_part, num_features, row_stride, feature_stride, kept_row_stride,
+    kept_feature_stride, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """before = 0 where kept is, else grad; parts[p] = the sum of before over a part of the rows, in float32."""
+    first = tl.program_id(0).to(tl.int64) * rows_of_part
+    end = tl.minimum(first + rows_of_part, num_rows)
+    feature = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    feature_exists = feature < num_features
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(first, end, BLOCK_M):
+        row = start + tl.arange(0, BLOCK_M)
+        exists = (row < end)[:, None] & feature_exists[None, :]
+        gave = tl.load(kept + row[:, None] * kept_row_stride + feature[None, :] * kept_feature_stride, mask=exists, other=0.0)
+        tile = tl.load(grad + row[:, None] * row_stride + feature[None, :] * feature_stride, mask=exists, other=0.0)
+        # As torch's: the gradient of NaN passes.
+        tile = tl.where(gave <= 0, 0.0, tile)
+        tl.store(before + row[:, None] * num_features + feature[None, :], tile, mask=exists)
+        sums += tile.to(tl.float32)
+    tl.store(parts + tl.program_id(0) * num_features + feature, tl.sum(sums, 0), mask=feature_exists)

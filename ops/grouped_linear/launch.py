@@ -7,15 +7,22 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from jagged.ops._shared.launch import Launcher
-from jagged.ops._shared.matrices import gpu
-from jagged.ops._shared.sizes import cdiv
-from jagged.ops.elementwise.kernels import sum_rows
+from jagged.ops._shared.matrices import gpu, split
+from jagged.ops._shared.sizes import cdiv, next_power_of_2
 from jagged.ops.grouped_linear import torch_impl
-from jagged.ops.grouped_linear.configurations import LEAST_CAPABILITY, linear_configuration
-from jagged.ops.grouped_linear.kernels import grouped_linear_kernel
+from jagged.ops.grouped_linear.configurations import (
+    LEAST_CAPABILITY,
+    RELU_COLUMNS,
+    RELU_ELEMENTS,
+    RELU_PROGRAMS,
+    RELU_WARPS,
+    linear_configuration,
+)
+from jagged.ops.grouped_linear.kernels import grouped_linear_kernel, grouped_relu_gradient_kernel
 from jagged.ops.grouped_linear.spec import Before, Inputs, NoOptions, Options, Outputs, Slopes
 
-_launch = Launcher(grouped_linear_kernel)
+_launch_linear = Launcher(grouped_linear_kernel)
+_launch_relu_gradient = Launcher(grouped_relu_gradient_kernel)
 
 
 def grouped_linear(x: Inputs, o: Options) -> Outputs:
@@ -37,7 +44,7 @@ def grouped_linear(x: Inputs, o: Options) -> Outputs:
     row_blocks = cdiv(rows.shape[0], chosen.rows)
     tiles = num_groups * row_blocks * (out_features // chosen.columns)
     weight = weight.contiguous()
-    _launch(
+    _launch_linear(
         (min(tiles, chosen.programs * gpu(rows.device).multiprocessors),),
         _descriptor(read, chosen.rows, chosen.inner),
         _descriptor(weight.view(-1, in_features), chosen.columns, chosen.inner),
@@ -50,13 +57,21 @@ def grouped_linear(x: Inputs, o: Options) -> Outputs:
 
 
 def relu_gradient(x: Slopes, o: NoOptions) -> Before:
-    """Launch the kernel that sums rows, as of one sample."""
+    """Launch `grouped_relu_gradient_kernel`, whose parts are added up in float32."""
     grad, kept = x
-    before, sums = grad.new_empty(grad.shape), grad.new_zeros(1, grad.shape[1])
-    if grad.numel():
-        offsets = torch.arange(0, grad.shape[0] + 1, grad.shape[0], device=grad.device)
-        sum_rows(grad, kept, None, offsets, before, sums, "relu")
-    return Before(before, sums[0])
+    (num_rows, num_features), before = grad.shape, grad.new_empty(grad.shape)
+    if not grad.numel():
+        return Before(before, grad.new_zeros(num_features))
+    columns = min(RELU_COLUMNS, next_power_of_2(num_features))
+    column_blocks, rows = cdiv(num_features, columns), max(1, RELU_ELEMENTS // columns)
+    num_parts, rows_of_part = split(num_rows, rows, column_blocks, RELU_PROGRAMS, grad.device)
+    parts = grad.new_empty(num_parts, num_features, dtype=torch.float32)
+    _launch_relu_gradient(
+        (num_parts, column_blocks),
+        grad, kept, before, parts, num_rows, rows_of_part, num_features, *grad.stride(), *kept.stride(), BLOCK_M=rows,
+        BLOCK_N=columns, num_warps=RELU_WARPS,
+    )  # fmt: skip
+    return Before(before, parts.sum(0).to(grad.dtype))
 
 
 def _rows_side_by_side(rows: Tensor, width: int) -> Tensor:

@@ -105,7 +105,7 @@ def _of_linear(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Want
 
 def _of_relu_gradient(grads: Before, x: Slopes, out: Before, o: NoOptions, wanted: Wanted, backend: str) -> dict[str, Tensor]:
     given = [of for of in grads if of is not None]
-    return {"grad": torch.where(x.kept > 0, sum(given[1:], given[0]), 0)}
+    return {"grad": sum(given[1:], given[0]).masked_fill(x.kept <= 0, 0)}
 
 
 def _of_mix(grads: Mixtures, x: MixInputs, out: Mixtures, o: NoOptions, wanted: Wanted, backend: str) -> dict[str, Tensor]:

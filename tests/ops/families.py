@@ -30,6 +30,7 @@ from jagged.ops import (
     group_sparse_bce,
     group_sparse_cross_entropy,
     group_sparse_linear,
+    grouped_linear,
     jagged2_softmax,
     jagged_attention,
     jagged_concat,
@@ -50,6 +51,7 @@ from jagged.ops import (
     jagged_unique,
     linear_bce,
     linear_cross_entropy,
+    mix_groups,
     quantize_rows,
     sampled_linear_cross_entropy,
     seat_rows,
@@ -325,6 +327,15 @@ def bce_of_linear(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     return Step(forward, _leaves(dtype, (30, width), (batch.total, width), (batch.total,)))
 
 
+def layers_of_groups(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
+    def forward(x: Tensor, first: Tensor, bias: Tensor, second: Tensor, weights: Tensor) -> list[Tensor]:
+        hidden = grouped_linear(x, first, bias, activation="relu", backend=PLACE.backend)
+        return [mix_groups(grouped_linear(hidden, second, backend=PLACE.backend), weights, backend=PLACE.backend)]
+
+    total = batch.total
+    return Step(forward, _leaves(dtype, (total, width), (3, 48, width), (3, 48), (3, 32, 48), (total, 2, 3)))
+
+
 def _positives(batch: Jagged, rows: int) -> tuple[Tensor, Tensor]:
     """Two labels of each row, the labels being the rows of a batch; none where that has none."""
     count = 2 * rows if batch.total else 0
@@ -406,6 +417,7 @@ FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
     "embedding_bag": embedding_bag,
     "group_sparse": group_sparse,
     "group_sparse_softmax": group_sparse_softmax,
+    "grouped_linear": layers_of_groups,
     "host_rows": host_rows,
     "linear_bce": bce_of_linear,
     "pair_bmm": pair_bmm,

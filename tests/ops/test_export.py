@@ -42,6 +42,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
         first_rows(b, bo), a, SUPPORTS.expand(ao.shape[0] - 1, 8), ao, 0 * ids(b), bo, a[:, 0]
     )[None],
     "group_sparse_linear": lambda a, ao, b, bo: ops.group_sparse_linear(b, a, SUPPORTS.expand(b.shape[0], 8), ao, a[:, 0]),
+    "grouped_linear": lambda a, ao, b, bo: ops.grouped_linear(a, torch.ones(2, 8, 8), torch.ones(2, 8), "relu")[:, 0],
     "jagged2_softmax": lambda a, ao, b, bo: ops.jagged2_softmax(a[:, 0], ao, bo),
     "jagged_attention": lambda a, ao, b, bo: ops.jagged_attention(
         heads(b), heads(a), heads(a), bo, ao, window=(3, None), num_targets=1, relative_bias=torch.ones(2, 5), softcap=3.0
@@ -54,6 +55,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "linear_cross_entropy": lambda a, ao, b, bo: ops.linear_cross_entropy(
         a, torch.ones(50, 8).cumsum(0), ids(a), reduction="none"
     ),
+    "mix_groups": lambda a, ao, b, bo: ops.mix_groups(b[:, None], b[:, None, :1])[:, 0],
     "sampled_linear_cross_entropy": lambda a, ao, b, bo: ops.sampled_linear_cross_entropy(
         a, torch.ones(50, 8), ids(a), ops.Draw("uniform", 4, SEED)
     ),

@@ -119,6 +119,10 @@ def test_what_is_not_finite_stays(place: Place, value: float) -> None:
     found = grouped_linear(x, weight, activation="relu", backend=place.backend)
     torch.testing.assert_close(found[1], reference.grouped_linear(x, weight, relu=True)[1], equal_nan=True)
     assert bool(found[[0, 2, 3, 4]].isfinite().all())
+    x, weight = x.requires_grad_(), weight.requires_grad_()
+    outputs = grouped_linear(x, weight, activation="relu", backend=place.backend), reference.grouped_linear(x, weight, relu=True)
+    ours, expected = (torch.autograd.grad(output.sum(), x)[0] for output in outputs)
+    assert torch.equal(ours.isnan(), expected.isnan())
 
 
 @ONE_ORDER

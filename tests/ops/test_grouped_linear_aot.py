@@ -9,6 +9,9 @@ from jagged.ops.grouped_linear.configurations import (
     MIX_STAGES,
     MIX_WARPS,
     MOST_MIXTURES,
+    RELU_COLUMNS,
+    RELU_ELEMENTS,
+    RELU_WARPS,
     WIDEST_MIXTURE,
     linear_configuration,
     mix_tile,
@@ -53,6 +56,22 @@ def test_products_are_the_matrix_instructions_of_hopper() -> None:
     found = compile_linear(90, "fp16", 256, 256, relu=False)
     assert "wgmma.mma_async" in found.assembly
     assert "cp.async.bulk.tensor" in found.assembly
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("arch", TARGETS)
+def test_the_gradient_behind_a_relu(arch: int, dtype: str) -> None:
+    """Rows whose features lie side by side are moved 16 bytes at a time."""
+    from jagged.ops.grouped_linear.kernels import grouped_relu_gradient_kernel as kernel
+
+    constants = {"BLOCK_M": RELU_ELEMENTS // RELU_COLUMNS, "BLOCK_N": RELU_COLUMNS, "feature_stride": 1, "kept_feature_stride": 1}
+    types = dict.fromkeys(("grad", "kept", "before"), f"*{dtype}") | {"parts": "*fp32"}
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
+    wide = ["num_features", "row_stride", "kept_row_stride"]
+    found = compile_kernel(kernel, signature, constants, arch=arch, num_warps=RELU_WARPS, divisible=wide)
+    assert found.spills == 0
+    assert found.assembly.count("st.global.v4.b32") >= 1
+    assert found.assembly.count("ld.global.v4.b32") + found.assembly.count("cp.async.cg.shared.global") >= 2
 
 
 @pytest.mark.parametrize("width", [16, 128, 200, WIDEST_MIXTURE])
