@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+from torchrec.fx import Tracer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.config import ConfigError, TrainConfig, TrainerConfig
@@ -24,6 +26,7 @@ from jagged.modules import (
     ScalableCrossEntropyHead,
     UniformSampler,
 )
+from jagged.ops import trust_values
 from jagged.training.table_updates import updates_rows
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
@@ -41,7 +44,7 @@ every_model = pytest.mark.parametrize("name", list(MODELS))
 
 def random_model(name: str, place: Place, seed: int = 0, **options: Any) -> ItemSequenceModel:
     torch.manual_seed(seed)
-    model: ItemSequenceModel = build(name, num_items=ITEMS, dropout=0.0, **{**SIZES, **options})
+    model: ItemSequenceModel = build(name, num_items=ITEMS, **{"dropout": 0.0, **SIZES, **options})
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model.to(place.device)
@@ -274,3 +277,77 @@ def test_options_that_do_not_fit(options: dict[str, Any], message: str) -> None:
         TrainConfig(model=options)
     assert str(error.value) == message
     assert TrainConfig(model={"name": "hstu", "embedding_dim": 6, "num_heads": 4, "head_dim": 8}).model.head_dim == 8
+
+
+class Hidden(nn.Module):
+    """What is scored against the catalogue, from ids and lengths."""
+
+    def __init__(self, model: ItemSequenceModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, values: Tensor, lengths: Tensor) -> Tensor:
+        return self.model.final_hidden(KeyedJaggedTensor(["item_id"], values, lengths=lengths))
+
+
+def batches_of(place: Place) -> list[tuple[Tensor, Tensor]]:
+    found = []
+    for seed, lengths in enumerate([(3, 0, 4), (1, 8, 2, 2), (5, 6, 1, 0, 3), (5, 6), (1,)]):
+        found.append((drawn(place, sum(lengths), seed), torch.tensor(lengths, device=place.device)))
+    return found
+
+
+every_sequence_model = pytest.mark.parametrize("name", [*MODELS, "sasrec"])
+
+
+@every_sequence_model
+def test_is_compiled_once_for_all_batches(place: Place, name: str) -> None:
+    model = Hidden(random_model(name, place).eval())
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    with trust_values(), torch._dynamo.config.patch(error_on_recompile=True):
+        # Of one sample and of two PyTorch makes other graphs.
+        for batch in batches_of(place)[:3]:
+            torch.testing.assert_close(compiled(*batch), model(*batch))
+
+
+@every_sequence_model
+@pytest.mark.parametrize("strict", [True, False])
+def test_is_exported_for_any_batch(place: Place, name: str, strict: bool) -> None:
+    model, batches = Hidden(random_model(name, place).eval()), batches_of(place)
+    sizes = {"values": {0: torch.export.Dim.DYNAMIC}, "lengths": {0: torch.export.Dim.DYNAMIC}}
+    # PyTorch takes sizes of 0 and 1 for special, unless it is told not to.
+    with trust_values(), torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        program = torch.export.export(model, batches[0], dynamic_shapes=sizes, strict=strict).module()
+        for batch in batches:
+            torch.testing.assert_close(program(*batch), model(*batch))
+
+
+@every_sequence_model
+def test_checkpointing_computes_the_same_again(place: Place, name: str) -> None:
+    """Also what is hidden at random, and dropout."""
+    model = random_model(name, place, dropout=0.3).train()
+    task = NextItemTask(model)
+    features = keyed(drawn(place, 7, 0), torch.tensor([0, 3, 3, 7], device=place.device))
+    batch = SequenceBatch(features, drawn(place, 7, 1), torch.arange(3, device=place.device))
+    results = []
+    for is_checkpointed in (False, True):
+        torch.manual_seed(3)
+        task.zero_grad()
+        loss = checkpoint(lambda: task(batch).loss, use_reentrant=False) if is_checkpointed else task(batch).loss
+        loss.backward()
+        results.append([loss.detach(), *(of.grad.clone() for of in task.parameters() if of.grad is not None)])
+    assert len(results[0]) > 5
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@every_sequence_model
+def test_a_trace_shows_lookups_and_leaves(place: Place, name: str) -> None:
+    """As TorchRec's pipelines need it."""
+    model = random_model(name, place).eval()
+    traced = torch.fx.GraphModule(model, Tracer().trace(model))
+    called = [node.target for node in traced.graph.nodes if node.op == "call_module"]
+    assert any(str(target).startswith("item_embeddings") for target in called)
+    assert "blocks.0" in called
+    features = keyed(drawn(place, 7, 0), torch.tensor([0, 3, 3, 7], device=place.device))
+    torch.testing.assert_close(traced(features).values(), model(features).values())
