@@ -27,7 +27,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "case",
     [
-        "plain", "smoothed", "empty block", "drawn items", "in-batch items", "empty batch", "checkpoint", "output layer",
+        "plain", "smoothed", "empty block", "drawn items", "in-batch items", "empty batch", "checkpoint", "output layer", "hstu",
     ],
 )  # fmt: skip
 def test_weights_after_four_steps_agree_with_one_process(result: dict[str, Any], case: str) -> None:

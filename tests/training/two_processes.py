@@ -45,6 +45,7 @@ class Case(NamedTuple):
     processes: int = 2
     has_output: bool = False
     sampler: str = ""
+    model: str = "sasrec"
 
     def head(self) -> SampledCrossEntropyHead | None:
         """One that needs no logarithms of probabilities, which are float32."""
@@ -61,6 +62,7 @@ CASES = {
     "empty block": Case(items=4, smoothing=0.1, processes=3),
     "drawn items": Case(sampler="uniform"),
     "in-batch items": Case(items=4, processes=3, sampler="in-batch"),
+    "hstu": Case(model="hstu"),
 }
 
 
@@ -91,7 +93,7 @@ def started(case: Case, processes: Processes, dtype: torch.dtype = torch.float64
     if case.has_output:
         counts = torch.arange(case.items)
         output = GroupSparseHead(SIZES["embedding_dim"], counts, case.items, fan_in=4, group_size=5, head=3, loss="softmax")
-    model = build("sasrec", num_items=case.items, output=output, **SIZES).to(processes.device, dtype)
+    model = build(case.model, num_items=case.items, output=output, **SIZES).to(processes.device, dtype)
     head = case.head()
     task = NextItemTask(model, label_smoothing=case.smoothing) if head is None else NextItemTask(model, head=head)
     return Engine(task, CONFIG, "32-true", processes)
@@ -268,7 +270,7 @@ def main() -> None:
 
     for name, case in CASES.items():
         alone(keep(f"{name} one", case))
-        twin = {} if case.sampler else {"twin": f"{name} twin"}
+        twin = {} if case.sampler or case.model != "sasrec" else {"twin": f"{name} twin"}
         if twin:
             alone(lambda _, name=name, case=case: torch.save(twin_weights(case), root / f"{name} twin"))  # type: ignore[misc]
         parallel(root, name, keep(f"{name} split", case), case.processes)
