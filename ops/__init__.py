@@ -33,6 +33,7 @@ from jagged.ops.cross_entropy import MEMORY_BUDGET, Strategy, StrategyName, line
 from jagged.ops.elementwise import (
     ACTIVATIONS,
     Activation,
+    jagged_cross,
     jagged_dense_add,
     jagged_dense_mul,
     jagged_linear,
@@ -109,6 +110,7 @@ __all__ = [
     "jagged2_softmax",
     "jagged_attention",
     "jagged_concat",
+    "jagged_cross",
     "jagged_dense_add",
     "jagged_dense_bmm",
     "jagged_dense_mul",
@@ -155,6 +157,7 @@ for _name in (
     "jagged2_softmax",
     "jagged_attention",
     "jagged_concat",
+    "jagged_cross",
     "jagged_dense_add",
     "jagged_dense_bmm",
     "jagged_dense_mul",

@@ -11,7 +11,7 @@ from torch import Tensor
 from jagged.ops._shared.backends import resolve_backend
 from jagged.ops._shared.validation import FLOATS, check_tensor, holds
 from jagged.ops.elementwise.api import check_operand, check_rows
-from jagged.ops.elementwise.spec import ACTIVATE, COMBINE, Activating, Combination, Hidden, Operands
+from jagged.ops.elementwise.spec import ACTIVATE, COMBINE, CROSS, Activating, Combination, Crossed, Crossing, Hidden, Operands
 
 Activation = Literal["relu", "silu", "gelu"]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "silu": F.silu, "gelu": F.gelu}
@@ -116,6 +116,70 @@ def jagged_mlp(
     for k, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         values = _linear(values, offsets, weight, bias, None if k else context, activation if k < last else None, chosen)
     return values
+
+
+def jagged_cross(
+    values: Tensor,
+    offsets: Tensor,
+    context: Tensor,
+    own: Tensor,
+    residual: Tensor | None = None,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """The last step of a cross layer on rows whose first columns are their sample's: `values * x + residual` in one pass.
+
+    x has the context of the row's sample and the row's own columns side by side, and is read from there: no row gets a copy of
+    its sample's features. Of the first layer the residual is x itself.
+
+    Args:
+        values: `[S, F]`, what the layer makes, `W x_l + b`; float32, bfloat16, float16 or float64 (computed by PyTorch on every
+            device).
+        offsets: `[B + 1]`, int32 or int64, from 0 to S.
+        context: `[B, C]`.
+        own: `[S, F - C]`.
+        residual: `[S, F]`, x_l, or None for x. All of the dtype and device of `values`; under `torch.autocast` of any
+            floating-point dtypes.
+
+    Returns:
+        `[S, F]` in the dtype of `values`, of several dtypes in the widest. Gradients of any order; those of `context` are sums
+        over the samples' rows, in one order always.
+
+    Raises:
+        ValueError: shapes or devices that do not fit.
+        TypeError: dtypes other than those above, or that differ.
+
+    Source:
+        Wang et al., DCN V2: Improved Deep & Cross Network and Practical Lessons for Web-scale Learning to Rank Systems, WWW
+        2021, equation 1.
+
+    Example:
+        >>> import torch
+        >>> from jagged.ops import jagged_cross
+        >>> offsets, context, own = torch.tensor([0, 2, 3]), torch.tensor([[2.0], [3.0]]), torch.tensor([[5.0], [6.0], [7.0]])
+        >>> jagged_cross(torch.ones(3, 2), offsets, context, own)
+        tensor([[ 4., 10.],
+                [ 4., 12.],
+                [ 6., 14.]])
+    """
+    check_tensor("values", values, "[S, F]", FLOATS)
+    check_rows(values, offsets)
+    total, width = values.shape
+    num_samples = offsets.shape[0] - 1
+    check_tensor("context", context, "[B, C]", FLOATS)
+    if not holds(context.shape[1] <= width):
+        raise ValueError(
+            f"context: expected at most {width} columns, as many as values {list(values.shape)}, got {context.shape[1]}"
+        )
+    shapes = {"context": [num_samples, context.shape[1]], "own": [total, width - context.shape[1]], "residual": [total, width]}
+    for name, tensor in (("context", context), ("own", own), ("residual", residual)):
+        if tensor is None:
+            continue
+        check_tensor(name, tensor, "[B, C]" if name == "context" else "[S, F]", FLOATS)
+        if not all(holds(got == expected) for got, expected in zip(tensor.shape, shapes[name], strict=True)):
+            raise ValueError(f"{name}: expected shape {shapes[name]}, got {list(tensor.shape)}")
+        check_operand(name, tensor, values)
+    return CROSS(Crossed(values, context, own, offsets, residual), Crossing(residual is None), backend).output
 
 
 def _linear(

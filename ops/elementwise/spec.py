@@ -38,6 +38,16 @@ class Hidden(NamedTuple):
     offsets: Tensor
 
 
+class Crossed(NamedTuple):
+    """Rows `[S, F]`; what multiplies them, of the sample `[B, C]` and of the row itself `[S, F - C]`; what is added, `[S, F]`."""
+
+    values: Differentiable
+    context: Differentiable
+    own: Differentiable
+    offsets: Tensor
+    residual: Differentiable | None
+
+
 class Scores(NamedTuple):
     """Scores `[S]`."""
 
@@ -69,6 +79,12 @@ class Activating(NamedTuple):
     """`"relu"`, `"silu"` or `"gelu"`."""
 
     activation: str
+
+
+class Crossing(NamedTuple):
+    """Whether without a residual that is added which multiplies, or nothing."""
+
+    adds_factor: bool
 
 
 class Total(NamedTuple):
@@ -122,6 +138,25 @@ def _of_collect(
     }
 
 
+def _of_cross(
+    grads: Combined, x: Crossed, out: Any, o: Crossing, wanted: Mapping[str, torch.dtype], backend: str
+) -> dict[str, Tensor]:
+    grad, width, found = grads.output, x.context.shape[1], {}
+    if "values" in wanted:
+        found["values"] = CROSS(Crossed(grad, x.context, x.own, x.offsets, None), Crossing(False), backend).output
+    if "residual" in wanted:
+        found["residual"] = grad
+    if "own" in wanted:
+        of_own = grad[:, width:]
+        found["own"] = of_own * x.values[:, width:] + of_own if o.adds_factor else of_own * x.values[:, width:]
+    if "context" in wanted:
+        of_context, sums = grad[:, :width], Collection(None)
+        found["context"] = COLLECT(Factors(of_context, x.values[:, :width], x.offsets), sums, backend).collected
+        if o.adds_factor:
+            found["context"] = found["context"] + COLLECT(Factors(of_context, None, x.offsets), sums, backend).collected
+    return found
+
+
 def _of_difference(
     grads: Result, x: Scores, out: Any, o: Total, wanted: Mapping[str, torch.dtype], backend: str
 ) -> dict[str, Tensor]:
@@ -168,6 +203,18 @@ COLLECT = operator(
     triton=f"{_TRITON}:collect",
     gradient=_of_collect,
     saved=Factors._fields,
+)
+CROSS = operator(
+    "jagged_cross",
+    Crossed,
+    Crossing,
+    Combined,
+    shapes=lambda x, o: Combined(x.values.new_empty(x.values.shape)),
+    torch=f"{_TORCH}:cross",
+    triton="jagged.ops.elementwise.cross_kernels:cross",
+    gradient=_of_cross,
+    saved=("values", "context", "own", "offsets"),
+    promotes=("values", "context", "own", "residual"),
 )
 # Where relu's output is positive its slope is one, so that the rows need not be kept.
 ACTIVATE = operator(

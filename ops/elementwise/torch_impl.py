@@ -16,6 +16,8 @@ from jagged.ops.elementwise.spec import (
     Collection,
     Combination,
     Combined,
+    Crossed,
+    Crossing,
     Differences,
     Factors,
     Hidden,
@@ -42,6 +44,17 @@ def collect(x: Factors, o: Collection) -> Collected:
         return Collected(to_dense(values if factor is None else values * factor, offsets, o.length, 0))
     terms = values.double()
     return Collected(_sum(terms if factor is None else terms * factor, offsets).to(values.dtype))
+
+
+def cross(x: Crossed, o: Crossing) -> Combined:
+    """Multiply the columns that the sample has, then those of the row, each where the result is."""
+    values, context, own, offsets, residual = x
+    of_sample, width, output = _operands(context, offsets, values.shape[0]), context.shape[1], values.new_empty(values.shape)
+    for part, factor in ((slice(None, width), of_sample), (slice(width, None), own)):
+        torch.mul(values[:, part], factor, out=output[:, part])
+        if residual is not None or o.adds_factor:
+            output[:, part] += factor if residual is None else residual[:, part]
+    return Combined(output)
 
 
 def activate(x: Hidden, o: Activating) -> Combined:

@@ -34,6 +34,7 @@ from jagged.ops import (
     jagged2_softmax,
     jagged_attention,
     jagged_concat,
+    jagged_cross,
     jagged_dense_add,
     jagged_dense_bmm,
     jagged_dense_mul,
@@ -269,11 +270,14 @@ def elementwise(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
             jagged_linear(values, offsets, weight, context=rows, activation=activation, backend=backend)
             for activation in ("relu", "silu", "gelu")
         ]
+        half = width // 2
+        crossed = jagged_cross(values, offsets, rows[:, :half], values[:, half:], backend=backend)
+        crossed = jagged_cross(values, offsets, rows[:, :half], values[:, half:], crossed, backend=backend)
         pairs = jagged_pairwise_difference(values[:, 0], offsets, total, backend=backend)
         # The operator rather than its function, which would take PyTorch where kernels are interpreted.
         starts = torch.ops.jagged.pair_offsets.default(offsets, offsets, backend)
         past_the_last = torch.arange(total, device=PLACE.device) >= starts[-1]
-        return [added, multiplied, elements, *hidden, pairs.masked_fill(past_the_last, 0)]
+        return [added, multiplied, elements, *hidden, crossed, pairs.masked_fill(past_the_last, 0)]
 
     shapes = (batch.total, width), (batch.batch_size, width), (batch.batch_size, LENGTH, width), (width, width)
     return Step(forward, _leaves(dtype, *shapes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,57 @@ def test_second_derivatives_of_mul(
         gradient(lambda v, d: reference.dense_mul(v, batch.lengths, d)),
         [random_tensor((batch.total, width), dtype, seed), dense_of(batch, length, width, dtype, seed + 1)],
     )
+
+
+@given(
+    jagged_batches(), st.sampled_from([(0, 3), (1, 1), (3, 0), (16, 32), (50, 100)]), float_dtypes(), seeds(), st.booleans(),
+    st.booleans(), CHUNKS, st.lists(st.booleans(), min_size=4, max_size=4),
+)  # fmt: skip
+def test_cross(
+    place: Place, batch: Jagged, widths: tuple[int, int], dtype: torch.dtype, seed: int, strided: bool, has_residual: bool,
+    chunk: int, wanted: list[bool],
+) -> None:  # fmt: skip
+    total, width = batch.total, sum(widths)
+    shapes = [(total, width), (batch.batch_size, widths[0]), (total, widths[1]), *([(total, width)] if has_residual else [])]
+    inputs = [random_tensor(shape, dtype, seed + at, strided=strided) for at, shape in enumerate(shapes)]
+
+    def with_lengths(*x: Tensor) -> Tensor:
+        return reference.cross(x[0], batch.lengths, *x[1:3], x[3] if has_residual else None)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "CHUNK", chunk)
+        check_three_way(
+            lambda *x: ops.jagged_cross(x[0], batch.offsets, *x[1:], backend=place.backend),
+            with_lengths,
+            inputs,
+            requires_grad=wanted[: len(inputs)],
+        )
+
+
+@settings(max_examples=5 if PLACE.name == "interpret" else 40)
+@given(jagged_batches(longest=20), float_dtypes(), seeds(), st.booleans())
+def test_second_derivatives_of_cross(place: Place, batch: Jagged, dtype: torch.dtype, seed: int, has_residual: bool) -> None:
+    shapes = [(batch.total, 7), (batch.batch_size, 3), (batch.total, 4), *([(batch.total, 7)] if has_residual else [])]
+    check_three_way(
+        gradient(lambda *x: ops.jagged_cross(x[0], batch.offsets, *x[1:], backend=place.backend)),
+        gradient(lambda *x: reference.cross(x[0], batch.lengths, *x[1:3], x[3] if has_residual else None)),
+        [random_tensor(shape, dtype, seed + at) for at, shape in enumerate(shapes)],
+    )
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((3, 4), (1, 1), (3, 3)), "context: expected shape [2, 1], got [1, 1]"),
+        (((3, 4), (2, 1), (3, 2)), "own: expected shape [3, 3], got [3, 2]"),
+        (((3, 4), (2, 1), (3, 3), (3, 3)), "residual: expected shape [3, 4], got [3, 3]"),
+        (((3, 4), (2, 5), (3, 3)), "context: expected at most 4 columns, as many as values [3, 4], got 5"),
+    ],
+)
+def test_a_cross_that_does_not_fit(place: Place, shapes: tuple[tuple[int, int], ...], message: str) -> None:
+    values, *others = (torch.zeros(shape, device=place.device) for shape in shapes)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        ops.jagged_cross(values, torch.tensor([0, 2, 3], device=place.device), *others, backend=place.backend)
 
 
 @given(

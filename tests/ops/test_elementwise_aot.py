@@ -21,6 +21,8 @@ VARIANTS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("combine", {"OPERATION": "relu", "PER_ROW": False}, ()),
     ("combine", {"OPERATION": "silu", "PER_ROW": False}, ()),
     ("combine", {"OPERATION": "gelu", "PER_ROW": False}, ()),
+    ("cross", {"ADDS_FACTOR": False}, ()),
+    ("cross", {"ADDS_FACTOR": True}, ("residual",)),
     ("to_rows", {"HAS_FACTOR": False}, ("factor",)),
     ("to_rows", {"HAS_FACTOR": True}, ()),
     ("sum_rows", {"OPERATION": "copy"}, ("factor", "context", "terms")),
@@ -34,7 +36,13 @@ VARIANTS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("pairwise_difference_backward", {}, ()),
     ("pairwise_difference_backward", {}, ("starts",)),
 ]
-FLOATS = ("values", "factor", "context", "dense", "output", "terms", "sums", "grad", "grad_values")
+FLOATS = ("values", "factor", "context", "own", "residual", "dense", "output", "terms", "sums", "grad", "grad_values")
+
+
+def kernel_of(name: str) -> Any:
+    from jagged.ops.elementwise import cross_kernels, kernels
+
+    return getattr(cross_kernels if name == "cross" else kernels, f"{name}_kernel")
 
 
 def compile_variant(
@@ -45,7 +53,7 @@ def compile_variant(
     from jagged.ops.elementwise import kernels
 
     name, options, absent = variant
-    kernel = getattr(kernels, f"{name}_kernel")
+    kernel = kernel_of(name)
     arguments = kernel.arg_names
     constants = {**options, **dict.fromkeys(absent)}
     if name.startswith("pairwise"):
@@ -63,7 +71,7 @@ def compile_variant(
     types = dict.fromkeys(FLOATS, f"*{dtype}") | {"starts": "*i64", "parts": "*fp32"}
     types["offsets"] = "*i64" if dtype == "bf16" else "*i32"
     signature = {argument: types.get(argument, "i32") for argument in arguments if argument not in constants}
-    wide = [x for x in signature if x == "num_features" or x.endswith(("row_stride", "sample_stride"))]
+    wide = [x for x in signature if x in ("num_features", "num_context") or x.endswith(("row_stride", "sample_stride"))]
     return compile_kernel(kernel, signature, constants, arch=arch, num_warps=num_warps, divisible=[] if features % 16 else wide)
 
 
@@ -90,10 +98,10 @@ def test_wide_rows(variant: tuple[str, dict[str, Any], tuple[str, ...]], dtype: 
         rows, columns, num_warps = kernels.block_sizes(name, 1024)
         size = 4 if dtype == "fp32" or name == "sum_parts" else 2
         accesses = rows * columns * size // (16 * 32 * num_warps)
-        arguments = getattr(kernels, f"{name}_kernel").arg_names
-        tiles = {"parts"} if name == "sum_parts" else {"values", "factor"} & set(arguments) - set(absent)
+        arguments = kernel_of(name).arg_names
+        tiles = {"parts"} if name == "sum_parts" else {"values", "factor", "own", "residual"} & set(arguments) - set(absent)
         read = accesses * (len(tiles) + options.get("PER_ROW", False))
-        written = accesses * (name in ("combine", "to_rows") or (name == "sum_rows" and "terms" not in absent))
+        written = accesses * (name in ("combine", "cross", "to_rows") or (name == "sum_rows" and "terms" not in absent))
         # Loads under way before they are needed go to shared memory.
         loads = used.assembly.count("ld.global.v4.b32") + used.assembly.count("cp.async.cg.shared.global")
         assert loads >= read > 0 or options.get("OPERATION") == "repeat"

@@ -63,6 +63,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "dense_to_jagged": lambda a, ao, b, bo: ops.dense_to_jagged(b[:, None], ao, a.shape[0]),
     "jagged_concat": lambda a, ao, b, bo: ops.jagged_concat([a, b, b[:, None]], [ao, bo, None])[0],
     "jagged_concat of two parts": lambda a, ao, b, bo: ops.jagged_concat([b[:, None], a], [None, ao])[0],
+    "jagged_cross": lambda a, ao, b, bo: ops.jagged_cross(a, ao, b[:, :3], a[:, 3:], a),
     "jagged_dense_add": lambda a, ao, b, bo: ops.jagged_dense_add(a, ao, b),
     "jagged_dense_bmm": lambda a, ao, b, bo: ops.jagged_dense_bmm(a, ao, b[:, :, None], b[:, :1]),
     "jagged_dense_mul": lambda a, ao, b, bo: ops.jagged_dense_mul(a, ao, b[:, None]),

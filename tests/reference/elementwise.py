@@ -31,6 +31,11 @@ def dense_mul(values: Tensor, lengths: Sequence[int], dense: Tensor) -> Tensor:
     return values * repeated(dense, lengths)
 
 
+def cross(values: Tensor, lengths: Sequence[int], context: Tensor, own: Tensor, residual: Tensor | None) -> Tensor:
+    factor = torch.cat([repeated(context, lengths), own], 1)
+    return values * factor + (factor if residual is None else residual)
+
+
 def pairwise_difference(values: Tensor, lengths: Sequence[int]) -> Tensor:
     samples = values.split(list(lengths)) if lengths else ()
     return torch.cat([values[:0], *((sample[:, None] - sample[None, :]).flatten() for sample in samples)])
