@@ -205,22 +205,40 @@ class DCNBody(JaggedModule):
 
     def __init__(self, widths: Widths, num_tasks: int, config: Mapping[str, Any], device: Device) -> None:
         super().__init__()
-        width = widths.of_request + widths.of_candidate
+        requests, candidates = widths.of_request, widths.of_candidate
+        width, sizes, dropout = requests + candidates, config["layer_sizes"], config["dropout"]
         self.is_stacked = config["structure"] == "stacked"
         self.cross = CrossNet(
             width, config["cross_layers"], rank=config["cross_rank"], num_experts=config["cross_experts"], device=device
         )
-        self.deep = perceptron(width, config["layer_sizes"], config["dropout"], device, last=True)
-        last = config["layer_sizes"][-1]
-        self.logits = nn.Linear(last if self.is_stacked else last + width, num_tasks, device=device)
+        is_jagged = not self.is_stacked and requests > 0 and candidates > 0
+        self.deep: nn.Module = (
+            JaggedMLP(candidates, sizes, context_features=requests, dropout=dropout, device=device)
+            if is_jagged
+            else perceptron(width, sizes, dropout, device, last=True)
+        )
+        self.dropout = nn.Dropout(dropout)
+        self.logits = nn.Linear(sizes[-1] if self.is_stacked else sizes[-1] + width, num_tasks, device=device)
 
     def forward(self, x: Vectors) -> Tensor:
         """Return logits `[S, T]`."""
-        rows = x.rows()
-        crossed = self.cross(rows)
-        if self.is_stacked:
-            return cast(Tensor, self.logits(self.deep(crossed)))
-        return cast(Tensor, self.logits(torch.cat([crossed, self.deep(rows)], 1)))
+        request, candidate = x.of_request, x.of_candidate
+        if not (request and candidate):
+            rows = torch.cat(request or candidate, 1)
+            logits = self._scored(self.cross(rows), lambda: self.deep(rows))
+            # Where no column is the candidate's, all rows of a request are alike.
+            return logits if candidate else logits[x.request_of_candidate()]
+        own, context = JaggedTensor(torch.cat(candidate, 1), offsets=x.offsets), torch.cat(request, 1)
+
+        def beside() -> Tensor:
+            return cast(Tensor, self.dropout(self.deep(own, context).values().relu()))
+
+        return self._scored(self.cross(own, context), beside)
+
+    def _scored(self, crossed: Tensor, beside: Callable[[], Tensor]) -> Tensor:
+        """The logits of crosses and a perceptron, behind them or beside."""
+        read = self.deep(crossed) if self.is_stacked else torch.cat([crossed, beside()], 1)
+        return cast(Tensor, self.logits(read))
 
 
 class WukongBody(JaggedModule):

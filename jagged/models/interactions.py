@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from jagged.models.experts import GroupedLinear
 from jagged.modules import JaggedModule, with_values
 from jagged.modules.jagged_tensor import check_samples
-from jagged.ops import ACTIVATIONS, Activation, jagged_dense_bmm
+from jagged.ops import ACTIVATIONS, Activation, jagged_cross, jagged_dense_bmm, jagged_linear
 
 Device = torch.device | str | None
 
@@ -37,11 +37,12 @@ class CrossNet(JaggedModule):
 
     Shape:
         `[*, D]` floats in and out, in the dtype of the input; under `torch.autocast` products are of its dtype and sums of the
-        input's.
+        input's. Or a JaggedTensor with values `[S, D - C]` and a context `[B, C]` in, of which each row has its sample's before
+        its own columns, and `[S, D]` out: no row gets a copy of the context, which the first layer multiplies once a sample.
 
     Raises:
         ValueError: no layer, a rank or number of experts below 1, experts without a rank, an unknown activation; rows of another
-            width.
+            width; a JaggedTensor without a context, or a context without one.
 
     Source:
         Wang et al., DCN V2: Improved Deep & Cross Network and Practical Lessons for Web-scale Learning to Rank Systems, WWW
@@ -95,13 +96,43 @@ class CrossNet(JaggedModule):
 
         self.layers = nn.ModuleList(layer() for _ in range(num_layers))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Cross each row's features."""
+    def forward(self, x: Tensor | JaggedTensor, context: Tensor | None = None) -> Tensor:
+        """Cross each row's features, also with its sample's."""
+        if isinstance(x, JaggedTensor) != (context is not None):
+            raise ValueError(f"context: expected {'[B, C] beside' if context is None else 'None without'} a JaggedTensor")
+        if isinstance(x, JaggedTensor):
+            return self._with_context(x.values(), x.offsets(), cast(Tensor, context))
         _check_last("x", x, self.in_features)
         crossed = x
         for layer in self.layers:
-            crossed = x * layer(crossed) + crossed
+            crossed = torch.addcmul(crossed, x, layer(crossed))
         return crossed
+
+    def _with_context(self, own: Tensor, offsets: Tensor, context: Tensor) -> Tensor:
+        if own.shape[1] + context.shape[1] != self.in_features:
+            raise ValueError(
+                f"x: expected {self.in_features} features with the context's, got {own.shape[1]} and {context.shape[1]} of it"
+            )
+
+        def of_both(linear: nn.Linear) -> Tensor:
+            """A layer on the context, once a sample, and on the rows."""
+            weight, width = linear.weight, context.shape[1]
+            of_context = F.linear(context, weight[:, :width], linear.bias)
+            return jagged_linear(own, offsets, weight[:, width:], context=of_context)
+
+        crossed = None
+        for layer in self.layers:
+            if crossed is not None:
+                made = layer(crossed)
+            elif isinstance(layer, nn.Linear):
+                made = of_both(layer)
+            elif isinstance(layer, _Experts):
+                made = layer.raised(of_both(layer.down), None if layer.gate is None else of_both(layer.gate))
+            else:
+                down, up = cast(nn.Sequential, layer)
+                made = up(of_both(cast(nn.Linear, down)))
+            crossed = jagged_cross(made, offsets, context, own, crossed)
+        return cast(Tensor, crossed)
 
 
 class _Experts(JaggedModule):
@@ -126,14 +157,16 @@ class _Experts(JaggedModule):
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, activation = x.reshape(-1, x.shape[-1]), ACTIVATIONS[self.activation]
-        count, rank = self.inner.weight.shape[:2]
-        low = self.inner(activation(self.down(rows)).unflatten(1, (count, rank)))
-        if self.gate is not None:
-            low = low * self.gate(rows).softmax(1)[:, :, None]
+        rows = x.reshape(-1, x.shape[-1])
+        return self.raised(self.down(rows), None if self.gate is None else self.gate(rows)).view(x.shape)
+
+    def raised(self, low: Tensor, gates: Tensor | None) -> Tensor:
+        """The sum of the experts, `[N, D]`, of V x and the gates' logits."""
+        low = self.inner(ACTIVATIONS[self.activation](low).unflatten(1, self.inner.weight.shape[:2]))
+        if gates is not None:
+            low = low * gates.softmax(1)[:, :, None]
         # The experts' matrices side by side.
-        summed = torch.addmm(self.bias, low.flatten(1), self.up.weight.transpose(1, 2).flatten(0, 1))
-        return summed.view(x.shape)
+        return torch.addmm(self.bias, low.flatten(1), self.up.weight.transpose(1, 2).flatten(0, 1))
 
 
 class DotInteraction(JaggedModule):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -667,3 +668,59 @@ def test_messages() -> None:
     for name in ("in_features", "out_features", "num_blocks", "mask_features"):
         given = {"in_features": 4, "out_features": 2, "num_blocks": 2, "mask_features": 8, name: 0}
         assert said(lambda given=given: MaskNet(**given)) == f"{name}: {without}"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"rank": 3}, {"rank": 3, "num_experts": 2}, {"rank": 2, "num_experts": 1, "activation": "silu"}],
+    ids=["whole", "low rank", "experts", "one expert"],
+)
+@pytest.mark.parametrize("lengths", [(3, 0, 2), (1,), (0, 0), (70, 1)], ids=str)
+def test_crosses_of_samples_are_those_of_their_rows(place: Place, options: dict[str, Any], lengths: tuple[int, ...]) -> None:
+    """Their values and all gradients, with nothing of a sample copied to its rows."""
+    torch.manual_seed(0)
+    net = CrossNet(9, 3, **options).double().to(place.device)
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    context, own = (
+        torch.randn(shape, dtype=torch.float64, device=place.device, requires_grad=True)
+        for shape in ((len(lengths), 4), (sum(lengths), 5))
+    )
+    offsets = torch.tensor([0, *lengths], device=place.device).cumsum(0)
+    sample = torch.repeat_interleave(torch.tensor(lengths, device=place.device))
+    found, expected = net(JaggedTensor(own, offsets=offsets), context), net(torch.cat([context[sample], own], 1))
+    torch.testing.assert_close(found, expected)
+    leaves = [context, own, *net.parameters()]
+    for ours, theirs in zip(*(torch.autograd.grad(of.square().sum(), leaves) for of in (found, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_crosses_of_samples_keep_nothing_of_a_sample_for_its_rows(place: Place) -> None:
+    """What backward keeps grows by the layers' own rows, and not by a copy of the wide context."""
+    net, rows = CrossNet(520, 1).to(place.device), 400
+    context, own = torch.randn(2, 512, device=place.device, requires_grad=True), torch.randn(rows, 8, device=place.device)
+    offsets = torch.tensor([0, rows, rows], device=place.device)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        net(JaggedTensor(own, offsets=offsets), context)
+    # The layer's rows before they are multiplied, weights, and what is small.
+    assert sum(kept.values()) < rows * 520 * 4 + 520 * 520 * 4 + 2 * 520 * 4 + 2 * rows * 8 * 4 + 10_000
+
+
+def test_contexts_of_crosses_that_do_not_fit(place: Place) -> None:
+    net, rows = CrossNet(5, 1).to(place.device), torch.zeros(3, 4, device=place.device)
+    jagged = JaggedTensor(rows, offsets=torch.tensor([0, 1, 3], device=place.device))
+    calls: list[tuple[Any, Any, str]] = [
+        (jagged, None, "context: expected [B, C] beside a JaggedTensor"),
+        (rows, rows, "context: expected None without a JaggedTensor"),
+        (jagged, rows[:2], "x: expected 5 features with the context's, got 4 and 4 of it"),
+    ]
+    for x, context, message in calls:
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            net(x, context)

@@ -244,7 +244,14 @@ class Padded:
         )
         if self.config["structure"] == "stacked":
             return self.linear("body.logits", self.perceptron("body.deep", crossed, last=True))
-        return self.linear("body.logits", torch.cat([crossed, self.perceptron("body.deep", x, last=True)], 1))
+        of = self.of("body.deep")
+        if "context_projection.weight" not in of:
+            return self.linear("body.logits", torch.cat([crossed, self.perceptron("body.deep", x, last=True)], 1))
+        weight = torch.cat([of["context_projection.weight"], of["layers.0.weight"]], 1)
+        deep = nn.functional.linear(x, weight, of["layers.0.bias"]).relu()
+        for number in range(1, len(self.config["layer_sizes"])):
+            deep = nn.functional.linear(deep, of[f"layers.{number}.weight"], of[f"layers.{number}.bias"]).relu()
+        return self.linear("body.logits", torch.cat([crossed, deep], 1))
 
     def wukong(self, user: list[Tensor], of_user: list[Tensor], item: list[Tensor], of_item: list[Tensor]) -> Tensor:
         tokens = []
