@@ -62,14 +62,6 @@ class Vectors(NamedTuple):
         """All that is the candidate's."""
         return [*self.candidates, *self.candidate_numbers]
 
-    def rows(self) -> Tensor:
-        """All of a candidate and its request in a row, `[S, widths]`; what is the request's is copied for its candidates."""
-        own = self.of_candidate
-        if not self.of_request:
-            return torch.cat(own, 1)
-        shared = torch.cat(self.of_request, 1)[self.request_of_candidate()]
-        return torch.cat([shared, *own], 1) if own else shared
-
 
 class GeneralBody(JaggedModule):
     """The body of `RankingModel`: one linear layer where request and candidate meet, crosses or dots, experts, towers."""
@@ -266,13 +258,15 @@ class WukongBody(JaggedModule):
 
     def forward(self, x: Vectors) -> Tensor:
         """Return logits `[S, T]`."""
-        tokens = []
-        if self.request_tokens is not None:
-            # Projected once a request.
-            tokens.append(self.request_tokens(torch.cat(x.of_request, 1))[x.request_of_candidate()])
-        if self.candidate_tokens is not None:
-            tokens.append(self.candidate_tokens(torch.cat(x.of_candidate, 1)))
-        return cast(Tensor, self.top(self.layers(torch.cat(tokens, 1)).flatten(1)))
+        requests = None if self.request_tokens is None else self.request_tokens(torch.cat(x.of_request, 1))
+        candidates = None if self.candidate_tokens is None else self.candidate_tokens(torch.cat(x.of_candidate, 1))
+        if requests is not None and candidates is not None:
+            tokens = self.layers(JaggedTensor(candidates, offsets=x.offsets), requests)
+        else:
+            tokens = self.layers(candidates if requests is None else requests)
+        logits = cast(Tensor, self.top(tokens.flatten(1)))
+        # Where no column is the candidate's, all rows of a request are alike.
+        return logits if candidates is not None else logits[x.request_of_candidate()]
 
 
 def perceptron(

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from jagged.models.experts import GroupedLinear
 from jagged.modules import JaggedModule, with_values
 from jagged.modules.jagged_tensor import check_samples
-from jagged.ops import ACTIVATIONS, Activation, jagged_cross, jagged_dense_bmm, jagged_linear
+from jagged.ops import ACTIVATIONS, Activation, jagged_cross, jagged_dense_add, jagged_dense_bmm, jagged_linear
 
 Device = torch.device | str | None
 
@@ -98,8 +98,7 @@ class CrossNet(JaggedModule):
 
     def forward(self, x: Tensor | JaggedTensor, context: Tensor | None = None) -> Tensor:
         """Cross each row's features, also with its sample's."""
-        if isinstance(x, JaggedTensor) != (context is not None):
-            raise ValueError(f"context: expected {'[B, C] beside' if context is None else 'None without'} a JaggedTensor")
+        _check_context(x, context, "[B, C]")
         if isinstance(x, JaggedTensor):
             return self._with_context(x.values(), x.offsets(), cast(Tensor, context))
         _check_last("x", x, self.in_features)
@@ -343,10 +342,12 @@ class WukongLayer(JaggedModule):
         device: where parameters live; `"meta"` allocates nothing.
 
     Shape:
-        `[*, n, d]` floats in, `[*, n_F + n_L, d]` out.
+        `[*, n, d]` floats in, `[*, n_F + n_L, d]` out. Or a JaggedTensor with values `[S, n - c, d]` and a context `[B, c, d]`
+        in, of which each row has its sample's tokens before its own, and `[S, n_F + n_L, d]` out: no row gets a copy of the
+        context.
 
     Raises:
-        ValueError: a size below 1; rows of other tokens.
+        ValueError: a size below 1; rows of other tokens; a JaggedTensor without a context, or a context without one.
 
     Source:
         Zhang et al., Wukong: Towards a Scaling Law for Large-Scale Recommendation, ICML 2024, sections 3.2 to 3.5. Y does not
@@ -398,16 +399,41 @@ class WukongLayer(JaggedModule):
         self.mlp = nn.Sequential(*layers[:-1])
         self.norm = nn.LayerNorm(token_dim, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return each row's new tokens."""
-        _check_tokens(x, self.num_tokens, self.token_dim)
+    def forward(self, x: Tensor | JaggedTensor, context: Tensor | None = None) -> Tensor:
+        """Return each row's new tokens, made of its own and of its sample's."""
+        _check_context(x, context, "[B, c, d]")
         mixers = [self.pairs, self.linear, *([] if self.residual is None else [self.residual])]
-        # [*, d, k + n_L + ...]: products with a matrix on the left are those with it on the right of what is transposed.
-        mixed = F.linear(x.transpose(-1, -2), torch.cat([mixer.weight for mixer in mixers]))
-        of_pairs, linear, *residual = mixed.split([mixer.out_features for mixer in mixers], -1)
-        crossed = self.mlp((x @ of_pairs).flatten(-2)).unflatten(-1, (self.num_fm_tokens, self.token_dim))
-        tokens = torch.cat([crossed, linear.transpose(-1, -2)], -2)
-        return self.norm(tokens + (residual[0].transpose(-1, -2) if residual else x))
+        weight = torch.cat([mixer.weight for mixer in mixers])
+        if isinstance(x, JaggedTensor):
+            return self._with_context(x.values(), x.offsets(), cast(Tensor, context), weight)
+        _check_tokens(x, self.num_tokens, self.token_dim)
+        of_pairs, linear, *residual = self._split(F.linear(x.transpose(-1, -2), weight))
+        return self.norm(self._tokens(x @ of_pairs, linear) + (residual[0].transpose(-1, -2) if residual else x))
+
+    def _split(self, mixed: Tensor) -> tuple[Tensor, ...]:
+        """Cut `[*, d, k + n_L + ...]`: a matrix on the left of tokens is one on the right of what is transposed."""
+        sizes = [self.rank, self.num_linear_tokens, *([] if self.residual is None else [self.residual.out_features])]
+        return mixed.split(sizes, -1)
+
+    def _tokens(self, products: Tensor, linear: Tensor) -> Tensor:
+        crossed = self.mlp(products.flatten(-2)).unflatten(-1, (self.num_fm_tokens, self.token_dim))
+        return torch.cat([crossed, linear.transpose(-1, -2)], -2)
+
+    def _with_context(self, own: Tensor, offsets: Tensor, context: Tensor, weight: Tensor) -> Tensor:
+        _check_tokens(own, self.num_tokens - context.shape[1], self.token_dim)
+        count, width, dim = own.shape[0], context.shape[1], self.token_dim
+        turned = context.transpose(1, 2)
+        of_context, of_own = F.linear(turned, weight[:, :width]), F.linear(own.transpose(1, 2), weight[:, width:])
+        mixed = jagged_dense_add(of_own.flatten(1), offsets, of_context.flatten(1)).unflatten(1, (dim, -1))
+        of_pairs, linear, *residual = self._split(mixed)
+        # The k combinations of a row are rows of its sample, which meet its tokens.
+        rows = of_pairs.transpose(1, 2).reshape(-1, dim)
+        of_both = jagged_dense_bmm(rows, offsets * self.rank, turned).view(count, self.rank, width).transpose(1, 2)
+        tokens = self._tokens(torch.cat([of_both, torch.bmm(own, of_pairs)], 1), linear)
+        if residual:
+            return self.norm(tokens + residual[0].transpose(1, 2))
+        first = jagged_dense_add(tokens[:, :width].flatten(1), offsets, context.flatten(1)).unflatten(1, (width, dim))
+        return self.norm(torch.cat([first, tokens[:, width:] + own], 1))
 
 
 class Wukong(JaggedModule):
@@ -424,10 +450,10 @@ class Wukong(JaggedModule):
         device: where parameters live; `"meta"` allocates nothing.
 
     Shape:
-        `[*, n, d]` floats in, `[*, n_F + n_L, d]` out.
+        `[*, n, d]` floats in, `[*, n_F + n_L, d]` out. Or, as of the first `WukongLayer`, a JaggedTensor and a context in.
 
     Raises:
-        ValueError: a size below 1; rows of other tokens.
+        ValueError: a size below 1; rows of other tokens; a JaggedTensor without a context, or a context without one.
 
     Source:
         Zhang et al., Wukong: Towards a Scaling Law for Large-Scale Recommendation, ICML 2024, section 3.
@@ -467,11 +493,13 @@ class Wukong(JaggedModule):
             for layer in range(num_layers)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return each row's last tokens."""
-        for layer in self.layers:
-            x = layer(x)
-        return x
+    def forward(self, x: Tensor | JaggedTensor, context: Tensor | None = None) -> Tensor:
+        """Return each row's last tokens, made of its own and of its sample's."""
+        first, *others = self.layers
+        tokens = first(x, context)
+        for layer in others:
+            tokens = layer(tokens)
+        return cast(Tensor, tokens)
 
 
 class MaskBlock(JaggedModule):
@@ -663,6 +691,11 @@ def _check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name}: expected 1 or more, got {size}; without it nothing of a row is left")
+
+
+def _check_context(x: Tensor | JaggedTensor, context: Tensor | None, shape: str) -> None:
+    if isinstance(x, JaggedTensor) != (context is not None):
+        raise ValueError(f"context: expected {f'{shape} beside' if context is None else 'None without'} a JaggedTensor")
 
 
 def _check_last(name: str, x: Tensor, width: int) -> None:

@@ -713,6 +713,26 @@ def test_crosses_of_samples_keep_nothing_of_a_sample_for_its_rows(place: Place) 
     assert sum(kept.values()) < rows * 520 * 4 + 520 * 520 * 4 + 2 * 520 * 4 + 2 * rows * 8 * 4 + 10_000
 
 
+@pytest.mark.parametrize("sizes", [(3, 2), (4, 3)], ids=["fewer tokens", "as many tokens"])
+@pytest.mark.parametrize("lengths", [(3, 0, 2), (1,), (0, 0), (70, 1)], ids=str)
+def test_tokens_of_samples_are_those_of_their_rows(place: Place, sizes: tuple[int, int], lengths: tuple[int, ...]) -> None:
+    """Their values and all gradients, with nothing of a sample copied to its rows."""
+    torch.manual_seed(0)
+    net = Wukong(7, 4, 2, num_fm_tokens=sizes[0], num_linear_tokens=sizes[1], rank=2, hidden_sizes=(5,)).double()
+    net = net.to(place.device)
+    context, own = (
+        torch.randn(shape, dtype=torch.float64, device=place.device, requires_grad=True)
+        for shape in ((len(lengths), 4, 4), (sum(lengths), 3, 4))
+    )
+    offsets = torch.tensor([0, *lengths], device=place.device).cumsum(0)
+    sample = torch.repeat_interleave(torch.tensor(lengths, device=place.device))
+    found, expected = net(JaggedTensor(own, offsets=offsets), context), net(torch.cat([context[sample], own], 1))
+    torch.testing.assert_close(found, expected)
+    leaves = [context, own, *net.parameters()]
+    for ours, theirs in zip(*(torch.autograd.grad(of.pow(3).sum(), leaves) for of in (found, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_contexts_of_crosses_that_do_not_fit(place: Place) -> None:
     net, rows = CrossNet(5, 1).to(place.device), torch.zeros(3, 4, device=place.device)
     jagged = JaggedTensor(rows, offsets=torch.tensor([0, 1, 3], device=place.device))
