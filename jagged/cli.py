@@ -71,6 +71,8 @@ _METAVARS = {int: "INTEGER", float: "NUMBER"}
 _MOST_USED = ("data.path", "data.label", "data.candidate", "output", "training.max_epochs", "device", "seed")
 _TAGS = ("split.type", "model.name", "head.type")
 _NEGATIVES = {"evaluation.filter_viewed": "--evaluation.keep-viewed"}
+# The word itself is none that Python takes for a name.
+_SPELT = {"from_run": "from"}
 
 _Format = Annotated[Literal["auto", "text", "csv", "parquet"], Parameter(help="format of the events; auto by file name")]
 _Device = Annotated[Literal["auto", "cpu", "cuda"], Parameter(help="auto: the GPU where there is one")]
@@ -137,7 +139,7 @@ def _explain(error: Exception) -> str | None:
 
 
 def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return f"--{_SPELT.get(name, name).replace('_', '-')}"
 
 
 def _flags(command: str) -> dict[str, str]:
@@ -288,6 +290,7 @@ def train(
         jagged train --config run.toml --set training.learning_rate=5e-4 --dry-run
         jagged train --model multilabel --data train.txt --data.test test.txt --output runs/labels
         jagged train --resume runs/shop
+        jagged train --from runs/clicks --data new.parquet --output runs/clicks-2
 
     It leaves one directory that stands alone.
     Events: text lines `user item item ...`, or a csv or parquet table with the columns user_id, item_id, timestamp.

@@ -24,6 +24,11 @@ def test_two_processes_reach_what_one_does(told: dict[str, Any]) -> None:
     assert told["datasets"] == ["checkpoints", "dataset"]
 
 
+def test_two_processes_begin_with_what_another_run_has_learnt(told: dict[str, Any]) -> None:
+    assert max(told["begun"]) < 1e-3
+    assert told["moved"] > 0.02
+
+
 def test_both_hear_of_a_table_that_is_not_there(told: dict[str, Any]) -> None:
     first, second = told["refused"]
     assert first == second
