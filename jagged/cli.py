@@ -344,6 +344,10 @@ def evaluate(
         Path | None,
         Parameter(help="of a run on a table: events that histories of --data are gathered from, by default the run's"),
     ] = None,
+    negative_rate: Annotated[
+        float | None,
+        Parameter(help="of a run on a table: at which rate rows of --data with the label 0 were kept, by default all were"),
+    ] = None,
     k: Annotated[
         tuple[_Count, ...],
         Parameter(help="cut-off of the metrics, may be repeated; by default 5, 10 and 20, of sets of labels the run's"),
@@ -376,7 +380,7 @@ def evaluate(
 
     columns: Any = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
     chosen: Any = {"part": part, "filter_viewed": filter_viewed, "ks": sorted(set(k)) or None}
-    chosen |= {"slices": slice, "events": events}
+    chosen |= {"slices": slice, "events": events, "negative_rate": negative_rate}
     result = run(directory, data, **chosen, format=format, device=device, **columns)
     with _printing():
         print(result)

@@ -268,6 +268,12 @@ class RankingConfig(JobConfig):
         if self.from_run is not None and Path(self.from_run).resolve() == Path(self.output).resolve():
             text = f"got {self.from_run}, expected another directory than output; name another output"
             yield Problem("from_run", text)
+        others = {
+            f"model.loss {self.model.loss}, whose scores are no probabilities": self.model.loss in ("listwise", "pairwise"),
+            "model.implied, which makes positives of rows with the label 0": self.model.implied,
+        }
+        for other in [other for other, is_there in others.items() if is_there and self.data.is_thinned]:
+            yield Problem("data.negative_rate", f"got {self.data.negative_rate}, expected none beside {other}")
         tokens, length = self.training.max_tokens, self.data.max_history
         if tokens is not None and tokens <= length:
             yield Problem("training.max_tokens", f"got {tokens}, expected more than data.max_history ({length})")

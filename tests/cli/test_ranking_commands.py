@@ -172,3 +172,25 @@ def test_a_run_begins_with_another_one(
         f"jagged: --from: got {trained}, expected another directory than output; name another output\n"
     )
     assert run(monkeypatch, "train", "--resume", tmp_path / "later") == 0
+
+
+def test_rows_that_were_left_out_are_counted(
+    trained: Path, ratings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(*more: object) -> dict[str, float]:
+        assert run(monkeypatch, "evaluate", trained, "--data", ratings, *more) == 0
+        figures = capsys.readouterr().out.splitlines()[-1].removeprefix("rating  ").split(", ")
+        return {name: float(value) for name, value in (figure.split() for figure in figures) if value != "-"}
+
+    of_all, of_some = told(), told("--negative-rate", 0.5)
+    assert of_some["calibration"] > of_all["calibration"]
+    assert of_some["auc"] == of_all["auc"]
+    assert run(monkeypatch, "evaluate", trained, "--negative-rate", 0.5) == 2
+    assert capsys.readouterr().err == (
+        "jagged: --negative-rate: got 0.5 without data, expected none; the run knows that of its own rows\n"
+    )
+    arguments = ["train", "--data", ratings, "--label", "rating>=4", "--data.negative-rate", 0.5, "--model.loss", "listwise"]
+    assert run(monkeypatch, *arguments, "--output", tmp_path / "run") == 2
+    assert capsys.readouterr().err == (
+        "jagged: --data.negative-rate: got 0.5, expected none beside --model.loss listwise, whose scores are no probabilities\n"
+    )

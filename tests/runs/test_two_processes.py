@@ -15,9 +15,10 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def test_two_processes_reach_what_one_does(told: dict[str, Any]) -> None:
+@pytest.mark.parametrize("runs", ["metrics", "thinned"])
+def test_two_processes_reach_what_one_does(told: dict[str, Any], runs: str) -> None:
     assert told["apart"] < 1e-3
-    one, two = told["metrics"]
+    one, two = told[runs]
     for task in ("click", "buy"):
         for name, value in one["test"][task].items():
             assert two["test"][task][name] == (value if value is None else pytest.approx(value, abs=1e-3)), (task, name)

@@ -46,7 +46,8 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
 def main(root: Path) -> dict[str, Any]:
     """Figures by one process and by two, what two say of a table that cannot be read, and how a finished run goes on.
 
-    And how another begins with it on new rows, in two processes with whole tables and with shared ones.
+    And of a table of which rows were left out; and how another run begins with a finished one on new rows, in two processes with
+    whole tables and with shared ones.
     """
     pyarrow.parquet.write_table(table(), root / "rows.parquet")
     pyarrow.parquet.write_table(newer(), root / "newer.parquet")
@@ -75,8 +76,17 @@ def main(root: Path) -> dict[str, Any]:
         shared = {name: values[name] for name in ("device", "precision", "evaluation")}
         jagged.train(RankingConfig(from_run=str(root / "by 1"), **shared, **given), progress=False)
 
+    def train_thinned(count: int) -> None:
+        values = trained(root, count).model_dump()
+        thinned = {"data": {**values["data"], "negative_rate": 0.5}, "output": str(root / f"thinned by {count}")}
+        jagged.train(
+            RankingConfig(**{**values, **thinned, "model": {**values["model"], "conditional": ["buy=click"]}}), progress=False
+        )
+
     fork(lambda: train(1))
     fork(lambda: train(2), 2, root / "store-2")
+    fork(lambda: train_thinned(1))
+    fork(lambda: train_thinned(2), 2, root / "store-thinned")
     fork(refused, 2, root / "store-refused")
     before = (root / "by 2" / "model.safetensors").read_bytes()
     fork(go_on, 2, root / "store-on")
@@ -88,6 +98,7 @@ def main(root: Path) -> dict[str, Any]:
         "apart": apart(*weights),
         "begun": [apart(begun[0], of) for of in begun[1:]],
         "moved": apart({name: of for name, of in weights[0].items() if of.shape == begun[0][name].shape}, begun[0]),
+        "thinned": [json.loads((root / f"thinned by {count}" / "metrics.json").read_text()) for count in (1, 2)],
         "metrics": [json.loads((root / f"by {count}" / "metrics.json").read_text()) for count in (1, 2)],
         "refused": [(root / f"refused.{rank}").read_text() for rank in (0, 1)],
         "unchanged": before == (root / "by 2" / "model.safetensors").read_bytes(),

@@ -35,7 +35,7 @@ _MAY_DIFFER = ("dropout", "loss", "focal_gamma", "focal_alpha", "implied")
 _COLUMNS = (*WORDS, "history", "event_labels", "event_lists", "history_delay", "max_history")
 _SCHEMAS = ("schema_file", "event_schema_file")
 # Of the new table alone.
-_OF_TABLE = ("path", "format", "delimiter", "events")
+_OF_TABLE = ("path", "format", "delimiter", "events", "negative_rate")
 
 
 @dataclass(frozen=True)

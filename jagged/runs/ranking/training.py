@@ -69,7 +69,8 @@ def train_ranking(
         split = split_dataset(config, dataset, None if beginning is None else beginning.encoders, progress=shown)
         torch.manual_seed(config.seed)
         try:
-            model = REQUEST_MODELS[config.model.name].of(split, **config.model.arguments(config.data.max_history))
+            arguments = {**config.model.arguments(config.data.max_history), "negative_rate": config.data.negative_rate}
+            model = REQUEST_MODELS[config.model.name].of(split, **arguments)
         except ValueError as error:
             raise TrainingError(f"model: {error}") from None
         if beginning is not None:
