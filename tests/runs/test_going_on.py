@@ -19,6 +19,7 @@ from jagged.data import DataError, Dataset, Part, Schema
 from jagged.data.encoding import UNSEEN, Encoders
 from jagged.data.schema import Column, Kind
 from jagged.models import RequestModel
+from jagged.modules.trained_tables import TrainedTables
 from jagged.runs.ranking import RankingRun
 from jagged.runs.ranking.going_on import START
 from jagged.runs.ranking.reporting import gather_ranking
@@ -53,15 +54,20 @@ class Begun(Callback):
 
     def on_start(self, progress: Progress) -> None:
         self.weights = {name: of.detach().clone() for name, of in progress.task.state_dict().items()}
+        tables = (module for module in progress.task.modules() if isinstance(module, TrainedTables))
+        self.is_cached = any(module.is_cached for module in tables)
 
 
-def begun(run: RankingRun, output: Path, rows: Any = None, **options: Any) -> tuple[RankingRun, dict[str, torch.Tensor]]:
-    """A run from another one, and the weights before its first step."""
+def begun(
+    run: RankingRun, output: Path, rows: Any = None, *, cached: bool = False, **options: Any
+) -> tuple[RankingRun, dict[str, torch.Tensor]]:
+    """A run from another one, and the weights before its first step; `cached` where tables are then."""
     values = {**{name: of for name, of in SMALL.items() if name != "model"}, "from_run": str(run.directory), **options}
     watched = Begun()
     jagged.train(
         RankingConfig(**values, output=str(output)), newer() if rows is None else rows, callbacks=[watched], progress=False
     )
+    assert watched.is_cached == cached
     return RankingRun.open(output), watched.weights
 
 
@@ -70,7 +76,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> RankingRun:
     """A run on a table of all kinds of columns, of which one is hashed."""
     directory = tmp_path_factory.mktemp("shop")
     chosen = config(directory)
-    columns = {**shops.COLUMNS, "tags": Column("tags", Kind.IDS, encoding="hash", size=7, of="request")}
+    columns = {**shops.COLUMNS, "tags": Column("tags", Kind.IDS, encoding="hash", size=200, of="request")}
     Schema(tuple(columns.values())).save(directory / "schema.toml")
     chosen = RankingConfig(**{**chosen.model_dump(), "model": {**SMALL["model"], "conditional": ["buy=click"]}, "seed": 5})
     jagged.train(chosen, table(), progress=False)
@@ -286,7 +292,7 @@ def test_a_table_of_other_columns_is_refused(first: RankingRun, tmp_path: Path) 
     ]
     columns = [one if one.name != "tags" else Column("tags", Kind.IDS, of="request") for one in first.schema.columns]
     assert told(Dataset.from_table(rows, Schema(tuple(columns)), **options)) == [
-        "table: 'tags': found the column as ids with of 'request', expected one, as ids with encoding 'hash', size 7, of "
+        "table: 'tags': found the column as ids with of 'request', expected one, as ids with encoding 'hash', size 200, of "
         f"'request', {cure}"
     ]
     plain = Dataset.from_table(rows, first.schema, duplicates="keep", progress=False)
@@ -325,3 +331,53 @@ def test_resuming_a_run_of_another_beginning_is_refused(first: RankingRun, tmp_p
         f"{checkpoint}: cannot go on with other options: from_run={tmp_path / 'copy'} (was {first.directory}); give those it "
         "had, or choose another output"
     )
+
+
+def test_a_run_without_a_checkpoint_yet_begins_again(first: RankingRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Any) -> None:
+        raise KeyError("power cut")
+
+    pa.parquet.write_table(newer(), tmp_path / "rows.parquet")
+    data = {"path": str(tmp_path / "rows.parquet")}
+    with monkeypatch.context() as patch:
+        at_step(patch, 2, fail)
+        with pytest.raises(KeyError, match="power cut"):
+            begun(first, tmp_path / "run", str(tmp_path / "rows.parquet"), data=data)
+    watched = Begun()
+    jagged.train(resume=tmp_path / "run", callbacks=[watched], progress=False)
+    check_begun(first, RankingRun.open(tmp_path / "run"), watched.weights)
+    begun(first, tmp_path / "whole", data=data)
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+
+
+def test_cached_tables_begin_as_whole_ones(first: RankingRun, tmp_path: Path) -> None:
+    """They leave the device before the first step; what they hold is the other run's by then."""
+    runs = []
+    for name, more in (("whole", {}), ("cached", {"table_cache_bytes": 4_000})):
+        training = {**SMALL["training"], "table_optimizer": "rowwise-adagrad", "max_epochs": 1, **more}
+        run, weights = begun(first, tmp_path / name, cached=name == "cached", training=training)
+        check_begun(first, run, weights)
+        runs.append(run.model.state_dict())
+    assert all(torch.equal(of, runs[1][name]) for name, of in runs[0].items())
+
+
+def test_items_that_are_drawn_go_on_by_the_models_name(tmp_path: Path) -> None:
+    """Of a table without labels; nothing but the other run is named."""
+
+    def rows(seed: int, items: int) -> pa.Table:
+        rng = np.random.default_rng(seed)
+        users, shown = rng.integers(12, size=200), rng.integers(items, size=200)
+        return pa.table({"user": users, "item": [f"i{i}" for i in shown], "time": np.arange(200) + 1000 * seed})
+
+    common = {name: SMALL[name] for name in ("device", "precision", "training", "evaluation")}
+    data = {"user": "user", "candidate": "item", "time": "time", "negatives": 3}
+    model = {"name": "dlrm", "embedding_dim": 4, "bottom_sizes": [4], "top_sizes": [4]}
+    jagged.train(RankingConfig(**common, data=data, model=model, output=str(tmp_path / "first")), rows(0, 15), progress=False)
+    first = RankingRun.open(tmp_path / "first")
+    run, weights = begun(first, tmp_path / "second", rows(1, 20))
+    assert check_begun(first, run, weights) == 5
+    assert run.config.model.name == "dlrm"
+    assert run.config.data.negatives == 3
+    with pytest.raises(ConfigError) as error:
+        begun(first, tmp_path / "third", rows(1, 20), model={"name": "dlrm", "top_sizes": [4, 2]})
+    assert str(error.value) == f"model.top_sizes: got 4, 2, expected 4, as {first.directory} has it; leave it out"
