@@ -71,6 +71,8 @@ _METAVARS = {int: "INTEGER", float: "NUMBER"}
 _MOST_USED = ("data.path", "data.label", "data.candidate", "output", "training.max_epochs", "device", "seed")
 _TAGS = ("split.type", "model.name", "head.type")
 _NEGATIVES = {"evaluation.filter_viewed": "--evaluation.keep-viewed"}
+# The word itself is none that Python takes for a name.
+_SPELT = {"from_run": "from"}
 
 _Format = Annotated[Literal["auto", "text", "csv", "parquet"], Parameter(help="format of the events; auto by file name")]
 _Device = Annotated[Literal["auto", "cpu", "cuda"], Parameter(help="auto: the GPU where there is one")]
@@ -137,7 +139,7 @@ def _explain(error: Exception) -> str | None:
 
 
 def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return f"--{_SPELT.get(name, name).replace('_', '-')}"
 
 
 def _flags(command: str) -> dict[str, str]:
@@ -288,6 +290,7 @@ def train(
         jagged train --config run.toml --set training.learning_rate=5e-4 --dry-run
         jagged train --model multilabel --data train.txt --data.test test.txt --output runs/labels
         jagged train --resume runs/shop
+        jagged train --from runs/clicks --data new.parquet --output runs/clicks-2
 
     It leaves one directory that stands alone.
     Events: text lines `user item item ...`, or a csv or parquet table with the columns user_id, item_id, timestamp.
@@ -341,6 +344,10 @@ def evaluate(
         Path | None,
         Parameter(help="of a run on a table: events that histories of --data are gathered from, by default the run's"),
     ] = None,
+    negative_rate: Annotated[
+        float | None,
+        Parameter(help="of a run on a table: at which rate rows of --data with the label 0 were kept, by default all were"),
+    ] = None,
     k: Annotated[
         tuple[_Count, ...],
         Parameter(help="cut-off of the metrics, may be repeated; by default 5, 10 and 20, of sets of labels the run's"),
@@ -373,7 +380,7 @@ def evaluate(
 
     columns: Any = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
     chosen: Any = {"part": part, "filter_viewed": filter_viewed, "ks": sorted(set(k)) or None}
-    chosen |= {"slices": slice, "events": events}
+    chosen |= {"slices": slice, "events": events, "negative_rate": negative_rate}
     result = run(directory, data, **chosen, format=format, device=device, **columns)
     with _printing():
         print(result)

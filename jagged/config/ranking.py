@@ -55,6 +55,9 @@ class TableOptions(Section):
     negatives_by: Literal["uniform", "popularity"] = option(
         "uniform", "how likely an item is drawn: as another one, or as often as training has it"
     )
+    negative_rate: float | None = option(
+        None, "at which rate rows with the label 0 were kept when the table was made; none where all were", gt=0, le=1
+    )
     duplicates: Literal["drop", "keep"] = option("drop", "what becomes of a row that equals an earlier one in all columns")
     min_user_events: int = option(1, "fewest rows of a user; with min_item_events until none is left that has fewer", ge=1)
     min_item_events: int = option(1, "fewest rows of a candidate", ge=1)
@@ -74,10 +77,19 @@ class TableOptions(Section):
             yield Problem(
                 "negatives", f"got {self.negatives}, expected none beside data.label: they are for tables without labels"
             )
+        if self.is_thinned and self.negatives is not None:
+            yield Problem(
+                "negative_rate", f"got {self.negative_rate}, expected none beside data.negatives: it is for tables with labels"
+            )
         if self.event_schema_file is not None and self.events is None:
             yield Problem("event_schema_file", f"got {self.event_schema_file}, expected data.events beside it")
         if "none" in self.history and len(self.history) > 1:
             yield Problem("history", f"got {', '.join(self.history)}, expected none alone")
+
+    @property
+    def is_thinned(self) -> bool:
+        """Whether rows with the label 0 were left out when the table was made."""
+        return self.negative_rate is not None and self.negative_rate < 1
 
     def reading(self) -> dict[str, Any]:
         """The options of `jagged.data.Dataset.from_table`, without the split's."""

@@ -251,6 +251,9 @@ class RankingConfig(JobConfig):
     sections = RANKING_SECTIONS
 
     output: str = option("runs/ranking", "directory to write the run into")
+    from_run: str | None = option(
+        None, "directory of a finished run on a table, with whose weights, vocabularies and statistics this one begins"
+    )
     data: TableOptions
     split: ByTime | ByOrder | ByUser | ByColumn | LastOfUser
     model: SerializeAsAny[RequestModelOptions]
@@ -261,7 +264,16 @@ class RankingConfig(JobConfig):
         super().__init__(**values)
 
     def contradictions(self) -> Iterable[Problem]:
-        """A batch holds at least one history and its candidate."""
+        """A batch holds at least one history and its candidate, and a run does not begin with itself."""
+        if self.from_run is not None and Path(self.from_run).resolve() == Path(self.output).resolve():
+            text = f"got {self.from_run}, expected another directory than output; name another output"
+            yield Problem("from_run", text)
+        others = {
+            f"model.loss {self.model.loss}, whose scores are no probabilities": self.model.loss in ("listwise", "pairwise"),
+            "model.implied, which makes positives of rows with the label 0": self.model.implied,
+        }
+        for other in [other for other, is_there in others.items() if is_there and self.data.is_thinned]:
+            yield Problem("data.negative_rate", f"got {self.data.negative_rate}, expected none beside {other}")
         tokens, length = self.training.max_tokens, self.data.max_history
         if tokens is not None and tokens <= length:
             yield Problem("training.max_tokens", f"got {tokens}, expected more than data.max_history ({length})")

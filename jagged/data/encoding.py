@@ -58,8 +58,8 @@ class Encoder:
         table: its name.
         encoding: "vocabulary", "hash" or "range".
         size: numbers that there are, with the two for missing and unseen ids: the rows of an embedding table.
-        counts: int64 `[size]`: how often training has each number.
-        distinct: ids that training has.
+        counts: int64 `[size]`: how often training has each number; of one that goes on, all trainings together.
+        distinct: ids that training has; of one that goes on, the last training.
         ids: of a vocabulary: the id of the number i + 2 is at i.
         seed: of a hash.
     """
@@ -92,6 +92,27 @@ class Encoder:
             size = FIRST + column.size
         bare = cls(column.table_name, column.encoding, size, np.zeros(0, np.int64), int((counts > 0).sum()), kept, seed)
         by_number = np.zeros(size, dtype=np.int64)
+        np.add.at(by_number, bare.encode(ids.ids), counts)
+        return dataclasses.replace(bare, counts=by_number)
+
+    def grown(self, ids: Vocabulary, counts: IntArray, *, minimum: int = 1) -> Encoder:
+        """The encoder of a training that goes on with other rows: every number stays whose it is.
+
+        New ids of a vocabulary get numbers behind those that there are; a hash and a range keep their size.
+
+        Args:
+            ids: of the other dataset, by code.
+            counts: int64 `[len(ids)]`: how often its training has each code.
+            minimum: of a vocabulary: new ids that this training has less often are unseen.
+        """
+        kept, size = self.ids, self.size
+        if kept is not None:
+            is_new = (self.encode(ids.ids) == UNSEEN) & (counts >= max(minimum, 1))
+            kept = Vocabulary(_joined(kept.ids, ids.ids.take(pa.array(np.flatnonzero(is_new)))))
+            size = FIRST + len(kept)
+        bare = dataclasses.replace(self, size=size, ids=kept, distinct=int((counts > 0).sum()))
+        by_number = np.zeros(size, dtype=np.int64)
+        by_number[: self.size] = self.counts
         np.add.at(by_number, bare.encode(ids.ids), counts)
         return dataclasses.replace(bare, counts=by_number)
 
@@ -308,6 +329,15 @@ def _check_numbers(name: str, entry: Mapping[str, Any]) -> None:
         type(one) not in (int, float) or not abs(one) <= _LARGEST for one in real
     ):
         raise ValueError(f"the numbers of {name} as {dict(entry)}")
+
+
+def _joined(ids: pa.Array, others: pa.Array) -> pa.Array:
+    """Ids and others behind them, as texts where only some of them are whole numbers."""
+    if ids.type != others.type:
+        # An empty vocabulary is of the one type or of the other.
+        kind = ids.type if not len(others) else others.type if not len(ids) else pa.large_string()
+        ids, others = ids.cast(kind), others.cast(kind)
+    return pa.concat_arrays([ids, others])
 
 
 def _whole(ids: pa.Array) -> IntArray:

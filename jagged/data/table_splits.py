@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jagged.data.encoding import Encoder, Encoders, Statistics
+from jagged.data.encoding import FIRST, UNSEEN, Encoder, Encoders, Statistics
 from jagged.data.errors import refuse, shown
 from jagged.data.expressions import LISTS
 from jagged.data.histories import spread
@@ -43,6 +43,7 @@ class Split:
         counts: rows of each part, ids that training does not have by table, and by the way of splitting its times or users.
         minimum_counts: of each vocabulary: how often training has an id at least.
         buckets: that borders of numbers make.
+        known: the encoders of an earlier training that these go on from; None where there was none.
     """
 
     train: Part
@@ -53,6 +54,7 @@ class Split:
     counts: dict[str, int]
     minimum_counts: dict[str, int]
     buckets: int
+    known: Encoders | None = None
 
     @property
     def statistics(self) -> dict[str, Statistics]:
@@ -75,7 +77,7 @@ class Split:
 
         The first is a fact of the table where rows are repeated and the split is not by time (or one of the rows belongs to a
         request that ends later), and so is the second where a column says the parts, or a request has several users. The rest is
-        zero in splits made here.
+        zero in splits made here. Of a training that goes on, ids and statistics that it knows from before need no support.
 
         Args:
             progress: show a bar on a terminal for what takes longer than two seconds.
@@ -101,13 +103,17 @@ class Split:
                 step(f"ids of {name}")
                 known = self.encoders[name].ids
                 assert known is not None
-                counts = np.append(support.counts(name), 0)[dataset.ids(name).encode(known.ids)]
+                own = known.ids[0 if self.known is None else self.known[name].size - FIRST :]
+                counts = np.append(support.counts(name), 0)[dataset.ids(name).encode(own)]
                 bad = np.flatnonzero(counts < self.minimum_counts[name])
-                unsupported += [f"{shown(known.ids[int(i)].as_py())} of {name}" for i in bad]
+                unsupported += [f"{shown(own[int(i)].as_py())} of {name}" for i in bad]
             changed = []
             for name in dataset.with_statistics:
                 step(f"statistics of {name}")
-                if Statistics.fit(support.numbers(name), self.buckets) != self.encoders.statistics[name]:
+                expected = (
+                    Statistics.fit(support.numbers(name), self.buckets) if self.known is None else self.known.statistics[name]
+                )
+                if expected != self.encoders.statistics[name]:
                     changed.append(name)
         found.counts["unsupported_ids"] = len(unsupported)
         found.examples["unsupported_ids"] = unsupported[:NAMED]
@@ -125,6 +131,7 @@ def split_rows(
     seed: int = 0,
     minimum_counts: int | Mapping[str, int] = 1,
     buckets: int = _BUCKETS,
+    known: Encoders | None = None,
     progress: bool = True,
 ) -> Split:
     """Split a dataset's rows, then learn encoders and statistics from what training sees.
@@ -149,10 +156,14 @@ def split_rows(
         seed: of "user", and of hashes of ids; 0 to 2**64 - 1.
         minimum_counts: ids that training sees less often are unseen: for all vocabularies, or by table.
         buckets: that borders of numbers make.
+        known: the encoders of an earlier training on a table with these columns, which goes on with this one's rows: ids keep
+            their numbers, vocabularies get new ones behind these (`Encoder.grown`), hashes and statistics of numbers stay. None:
+            there was none.
         progress: show a bar on a terminal for what takes longer than two seconds.
 
     Raises:
-        DataError: the dataset lacks what the split goes by, or a part has no row.
+        DataError: the dataset lacks what the split goes by, a part has no row, or the dataset has tables of ids or numbers that
+            `known` does not have, or has encoded otherwise.
         ValueError: an argument out of range.
     """
     if by not in _WAYS:
@@ -164,6 +175,8 @@ def split_rows(
     if type(buckets) is not int or buckets < 1:
         raise ValueError(f"buckets: got {buckets!r}, expected 1 or more")
     minimum = _minimum_counts(minimum_counts, _vocabularies(dataset))
+    if known is not None:
+        _check_known(dataset, known)
     with steps("Splitting", 3 + len(dataset.tables) + len(dataset.with_statistics), progress) as step:
         step(f"by {by}")
         rows, counts = rows_of_parts(dataset, by, valid, test, seed)
@@ -173,16 +186,36 @@ def split_rows(
         for name, columns in dataset.tables.items():
             step(f"ids of {name}")
             seen = support.counts(name)
-            tables[name] = Encoder.fit(columns[0], dataset.ids(name), seen, minimum=minimum.get(name, 1), seed=seed)
+            least = minimum.get(name, 1)
+            if known is None:
+                tables[name] = Encoder.fit(columns[0], dataset.ids(name), seen, minimum=least, seed=seed)
+            else:
+                tables[name] = known[name].grown(dataset.ids(name), seen, minimum=least)
         for name in dataset.with_statistics:
             step(f"statistics of {name}")
-            statistics[name] = Statistics.fit(support.numbers(name), buckets)
+            # What a model has learnt of scaled numbers holds for this scale alone.
+            statistics[name] = Statistics.fit(support.numbers(name), buckets) if known is None else known.statistics[name]
         encoders = Encoders(tables, statistics)
         step("numbers of the ids")
         train = Part(dataset, rows[0], encoders, training=TrainingEvents(dataset, rows[0]))
     for name in minimum:
-        counts[f"ids of {name} that training does not have"] = len(dataset.ids(name)) - (encoders[name].size - 2)
-    return Split(train, replace(train, rows=rows[1]), replace(train, rows=rows[2]), by, encoders, counts, minimum, buckets)
+        unseen = int((train.maps[name] == UNSEEN).sum())
+        counts[f"ids of {name} that training does not have"] = unseen
+        if known is not None:
+            counts[f"ids of {name} that are new"] = encoders[name].size - known[name].size
+    return Split(train, replace(train, rows=rows[1]), replace(train, rows=rows[2]), by, encoders, counts, minimum, buckets, known)
+
+
+def _check_known(dataset: Dataset, known: Encoders) -> None:
+    """Refuse encoders of a table with other columns."""
+    for name, columns in dataset.tables.items():
+        wanted, size = columns[0].encoding, columns[0].size
+        found = None if name not in known else known[name].encoding
+        if found != wanted or (size is not None and known[name].size != FIRST + size):
+            told = "none" if found is None else f"{found} with {known[name].size - FIRST} ids"
+            raise refuse(f"known: table {shown(name)}", told, f"{wanted}{'' if size is None else f' with {size} ids'}")
+    if lacking := [name for name in dataset.with_statistics if name not in known.statistics]:
+        raise refuse("known", f"statistics of {shown(list(known.statistics), 200)}", f"those of {shown(lacking[0])}, too")
 
 
 def _vocabularies(dataset: Dataset) -> list[str]:

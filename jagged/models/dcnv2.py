@@ -25,8 +25,8 @@ class DCNv2(RequestModel):
         structure: `"stacked"`, the perceptron behind the crosses, or `"parallel"`, both side by side.
         layer_sizes: widths of the perceptron's layers, at least one; a linear layer with a number for each label follows.
         dropout: probability, in the perceptron.
-        **common: `table_dims`, `tasks`, `conditional`, `implied`, `loss`, `focal_gamma`, `focal_alpha` and `label_means` of
-            `RequestModel`.
+        **common: `table_dims`, `tasks`, `conditional`, `implied`, `loss`, `focal_gamma`, `focal_alpha`,
+            `negative_rate` and `label_means` of `RequestModel`.
         device: where parameters live; `"meta"` allocates nothing.
 
     Shape:

@@ -49,8 +49,8 @@ class RankingModel(RequestModel):
         num_experts: of `"mmoe"` all, of `"ple"` those of each task and the shared ones.
         expert_sizes: widths of an expert's layers.
         expert_layers: layers of `"ple"`.
-        **common: `table_dims`, `tasks`, `conditional`, `implied`, `loss`, `focal_gamma`, `focal_alpha` and `label_means` of
-            `RequestModel`.
+        **common: `table_dims`, `tasks`, `conditional`, `implied`, `loss`, `focal_gamma`, `focal_alpha`,
+            `negative_rate` and `label_means` of `RequestModel`.
         device: where parameters live; `"meta"` allocates nothing.
 
     Shape:

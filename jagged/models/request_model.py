@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -86,6 +87,11 @@ class RequestModel(Task):
             leaves out have `"binary"`. `jagged.models.tasks` has them. A conditional label and its condition have probabilities:
             `"binary"` or `"focal"`.
         focal_gamma, focal_alpha: of `FocalLoss`.
+        negative_rate: r, above 0 and at most 1, at which rows whose label is 0 were kept when the table was made, all others
+            staying; None for 1. The label is that of the one task, or of the one that all others depend on by `conditional`:
+            where it is 1 nothing was left out, so that theirs need nothing of their own. Logits are those of the table with all
+            rows: the loss, which sees the rows that were kept, is of `logit - log r`. Figures and `label_means` count each such
+            row as the 1 / r that it stands for; the loss does not.
         label_means: mean labels in training, by task, for `ne_of_training`; None where they are not known.
         device: where parameters live; `"meta"` allocates nothing.
 
@@ -93,17 +99,19 @@ class RequestModel(Task):
         config: the arguments, as plain values.
         inputs: as above.
         losses: by task the name of its loss.
+        negative_rate: as above, 1 for none; of a table with another one `evaluate` is right after it was set.
 
     Shape:
         A `Batch` in; a `TaskOutput` out with `[S]` logits by label. Where negatives are drawn the one task is "next".
 
     Raises:
-        ValueError: nothing to read; a table that two collections need; sizes, tasks, losses or conditions that do not fit; in
-            forward, a conditional label of 1 where the other is 0 (on a GPU: an assertion there).
+        ValueError: nothing to read; a table that two collections need; sizes, tasks, losses, conditions or a rate that do not
+            fit; in forward, a conditional label of 1 where the other is 0 (on a GPU: an assertion there).
         DataError: in forward, a batch without the labels.
 
     Source:
-        Conditional labels: Ma et al., Entire Space Multi-Task Model, SIGIR 2018.
+        Conditional labels: Ma et al., Entire Space Multi-Task Model, SIGIR 2018. Rates of negatives: He et al., Practical Lessons
+        from Predicting Clicks on Ads at Facebook, ADKDD 2014, section 6.3: q = p / (p + (1 - p) / r).
     """
 
     def __init__(
@@ -122,6 +130,7 @@ class RequestModel(Task):
         loss: LossName | Mapping[str, LossName] = "binary",
         focal_gamma: float = 2.0,
         focal_alpha: float | None = None,
+        negative_rate: float | None = None,
         label_means: Mapping[str, float] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -141,7 +150,7 @@ class RequestModel(Task):
             "inputs": asdict(inputs), "sizes": {table: int(sizes[table]) for table in used}, "embedding_dim": embedding_dim,
             "table_dims": dict(table_dims or {}), **own, "tasks": self.tasks, "conditional": self.conditional,
             "implied": implied, "loss": self.losses, "focal_gamma": focal_gamma, "focal_alpha": focal_alpha,
-            "label_means": dict(label_means or {}),
+            "negative_rate": negative_rate, "label_means": dict(label_means or {}),
         }  # fmt: skip
         names = module_names(used)
         where = None if device is None else torch.device(device)
@@ -167,6 +176,7 @@ class RequestModel(Task):
             by_width.setdefault(widths[table], []).append(EmbeddingConfig(**options(table, keys)))
         self.sequences = nn.ModuleList(EmbeddingCollection(tables=of, device=where) for of in by_width.values())
         self.scorer = _Scorer(inputs, widths, self.config, make_body, encodes_histories, device)
+        self.negative_rate = 1.0 if negative_rate is None else negative_rate
 
     @classmethod
     def of(cls, split: Split | Part, *, histories: Sequence[str] | None = None, **options: Any) -> Self:
@@ -180,11 +190,14 @@ class RequestModel(Task):
 
         Raises:
             ValueError: as of the class; or labels that are not from 0 to 1, of tasks over requests below 0, or a conditional one
-                larger than its condition.
+                larger than its condition; with a rate of negatives, no labels, or others than 0 and 1.
         """
         part = cast("Part", getattr(split, "train", split))
         model = cls(RankingInputs.of(part, histories), part.encoders.sizes, **options)
         model.scorer.normalise(part.encoders.statistics)
+        rate = model.negative_rate
+        if rate < 1 and not part.label_names:
+            raise ValueError(f"negative_rate: got {rate} of a table without labels, expected None; drawn items are no rows of it")
         if part.label_names:
             labels = {name: torch.from_numpy(part.dataset.column(name)[part.rows]) for name in model.tasks}
             for name, values in labels.items():
@@ -203,7 +216,13 @@ class RequestModel(Task):
             for child, parent in model.conditional.items() if not model.config["implied"] else ():
                 # Where one is missing nothing is larger.
                 _refuse_unconditional(labels[child] > labels[parent], child, parent)
-            model.config["label_means"] = _means(labels, part)
+            root = labels[_root(model.tasks, model.conditional)] if rate < 1 else None
+            if root is not None and (between := root[(root > 0) & (root < 1)]).numel():
+                raise ValueError(
+                    f"negative_rate: got {rate} of a label with the value {between[0].item():g}, expected 0 and 1 alone; say "
+                    "from where on it is 1 when the table is read, or leave the rate out"
+                )
+            model.config["label_means"] = _means(labels, part, None if root is None else (root == 0, rate))
         return model
 
     @property
@@ -219,6 +238,16 @@ class RequestModel(Task):
     @slices.setter
     def slices(self, names: Sequence[str]) -> None:
         self.scorer.slices = tuple(names)
+
+    @property
+    def negative_rate(self) -> float:
+        """The share of rows with the label 0 that the table has, of which loss and figures are."""
+        return self.scorer.negative_rate
+
+    @negative_rate.setter
+    def negative_rate(self, rate: float) -> None:
+        _check_rate(rate, self.tasks, self.conditional, self.losses, implied=self.config["implied"])
+        self.scorer.negative_rate = float(rate)
 
     def metrics_of(self, name: str) -> PointwiseMetrics:
         """With the mean label in training, where it is known and both labels are there; of scores the figures of their order."""
@@ -263,13 +292,15 @@ class RequestModel(Task):
         return pooled, [collection(batch.features) for collection in self.sequences]
 
 
-def _means(labels: Mapping[str, Tensor], part: Part) -> dict[str, float]:
-    """The mean of each label over the rows that have it, by their weights."""
+def _means(labels: Mapping[str, Tensor], part: Part, thinned: tuple[Tensor, float] | None) -> dict[str, float]:
+    """The mean of each label over the rows that have it, by their weights; `thinned` are rows that were kept at a rate."""
     found = part.dataset.one(Kind.WEIGHT)
     weights = None if found is None else torch.from_numpy(found[part.rows]).double()
     means = {}
     for name, values in labels.items():
         counted = (~values.isnan()).double() if weights is None else weights.where(~values.isnan(), 0)
+        if thinned is not None:
+            counted = torch.where(thinned[0], counted / thinned[1], counted)
         if total := float(counted.sum()):
             means[name] = float((values.double().nan_to_num() * counted).sum() / total)
     return means
@@ -302,6 +333,41 @@ def _checked_losses(
                     "conditional, or choose another loss"
                 )
     return named
+
+
+def _root(tasks: Sequence[str], conditional: Mapping[str, str]) -> str:
+    """The first task that depends on no other."""
+    return next(name for name in tasks if name not in conditional)
+
+
+def _check_rate(
+    rate: float, tasks: Sequence[str], conditional: Mapping[str, str], losses: Mapping[str, str], *, implied: bool
+) -> None:
+    """Refuse a rate of negatives out of range, and where it does not say what the probabilities are.
+
+    Raises:
+        ValueError: the rate.
+    """
+    if not 0 < rate <= 1:
+        raise ValueError(f"negative_rate: got {rate}, expected a number above 0 and at most 1; None where all rows were kept")
+    if rate == 1:
+        return
+    roots = [name for name in tasks if name not in conditional]
+    if len(roots) > 1:
+        raise ValueError(
+            f"negative_rate: got {rate} with the tasks {', '.join(roots)}, expected one that all others are conditional on, "
+            "whose label says which rows were left out; name one task, or say by conditional what depends on it"
+        )
+    if over_requests := [name for name in tasks if losses[name] in REQUEST_LOSSES]:
+        raise ValueError(
+            f"negative_rate: got {rate} with the loss {losses[over_requests[0]]!r} of the task {over_requests[0]!r}, expected "
+            "binary or focal; its scores are no probabilities: leave the rate out"
+        )
+    if implied:
+        raise ValueError(
+            f"negative_rate: got {rate} with implied=True, expected False; whether rows whose label becomes 1 were kept at the "
+            "rate is not known"
+        )
 
 
 def _in_order(conditional: dict[str, str], tasks: list[str]) -> dict[str, str]:
@@ -349,6 +415,11 @@ def _rows(scores: Iterable[TaskScores]) -> Tensor:
     return cast(Tensor, weights[0]).where(counted, 0).sum()
 
 
+def _wide(logits: Tensor) -> Tensor:
+    """Logits in 32 bits or more: under autocast they come in 16."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 class _Scorer(JaggedModule):
     """All that follows the lookups; a leaf where TorchRec's pipelines trace the model."""
 
@@ -366,6 +437,8 @@ class _Scorer(JaggedModule):
         self.implied = config["implied"]
         self._places = {name: list(inputs.labels).index(name) for name in self.tasks}
         self.slices: tuple[str, ...] = ()
+        self.negative_rate = 1.0
+        self._root = _root(self.tasks, self.conditional)
         self._collection = collections_of(inputs, widths)
         dim = config["embedding_dim"]
         # Of lists that events show, which a history that is not encoded is the mean of, too.
@@ -415,12 +488,23 @@ class _Scorer(JaggedModule):
 
     def forward(self, batch: Batch, pooled: Mapping[str, KeyedTensor], looked_up: Sequence[Mapping[str, JaggedTensor]]) -> Any:
         """Return a `TaskOutput`."""
-        return self._scored(batch, self.logits(batch, pooled, looked_up))
+        towers = self._towers(batch, pooled, looked_up)
+        logits = learnt = self._of_conditions(towers)
+        if self.negative_rate < 1:
+            # Of the rows that were kept the odds are 1 / r times as large.
+            learnt = self._of_conditions({**towers, self._root: _wide(towers[self._root]) - math.log(self.negative_rate)})
+        return self._scored(batch, logits, learnt)
 
     def logits(
         self, batch: Batch, pooled: Mapping[str, KeyedTensor], looked_up: Sequence[Mapping[str, JaggedTensor]]
     ) -> dict[str, Tensor]:
         """Return `[S]` logits of each task, of what the collections gave. Nothing is read of labels and weights of rows."""
+        return self._of_conditions(self._towers(batch, pooled, looked_up))
+
+    def _towers(
+        self, batch: Batch, pooled: Mapping[str, KeyedTensor], looked_up: Sequence[Mapping[str, JaggedTensor]]
+    ) -> dict[str, Tensor]:
+        """What the body makes of each task; of a conditional one the logits of it where its condition holds."""
         inputs = self.inputs
         # All keys are cut at once: the gradient of one that is cut out alone is as wide as all of them, and mostly zeros.
         bags_of = {name: of.to_dict() for name, of in pooled.items()}
@@ -475,7 +559,7 @@ class _Scorer(JaggedModule):
 
         read_by_body = Vectors(requests, of_request, candidates, of_candidate, offsets, request_of_candidate)
         logits = cast(Tensor, self.body(read_by_body))
-        return self._of_conditions(dict(zip(self.tasks, logits.unbind(1), strict=True)))
+        return dict(zip(self.tasks, logits.unbind(1), strict=True))
 
     def _mean(self, x: JaggedTensor) -> Tensor:
         return cast(Tensor, self.mean(x))
@@ -512,13 +596,13 @@ class _Scorer(JaggedModule):
 
     def _of_conditions(self, towers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The logits of what is predicted: of a conditional label those of the product."""
-        # Under autocast they come in 16 bits.
-        logits = {name: of.to(torch.promote_types(of.dtype, torch.float32)) for name, of in towers.items()}
+        logits = {name: _wide(of) for name, of in towers.items()}
         for child, parent in self.conditional.items():
             logits[child] = product_logits(logits[parent], logits[child])
         return logits
 
-    def _scored(self, batch: Batch, logits: Mapping[str, Tensor]) -> TaskOutput:
+    def _scored(self, batch: Batch, logits: Mapping[str, Tensor], learnt: Mapping[str, Tensor]) -> TaskOutput:
+        """Figures are of `logits`, the loss of those that are `learnt` of the batch's rows."""
         labels, masks = {}, {}
         for name, place in self._places.items():
             labels[name], masks[name] = batch.label(place)
@@ -539,12 +623,15 @@ class _Scorer(JaggedModule):
         }
         if self.slices:
             groups["slices"] = {name: self._ids(batch, name) for name in self.slices}
+        if self.negative_rate < 1:
+            is_negative = masks[self._root] & (labels[self._root] == 0)
+            groups["rates"] = torch.ones_like(weights, dtype=torch.float64).masked_fill(is_negative, self.negative_rate)
         scores, totals = {}, []
         for name, loss in zip(self.tasks, cast("Iterable[TaskLoss]", self.losses), strict=True):
-            own = logits[name], labels[name]
-            total, count = loss(*own, batch.candidate_offsets, masks[name], weights)
+            total, count = loss(learnt[name], labels[name], batch.candidate_offsets, masks[name], weights)
             totals.append(total)
-            scores[name] = TaskScores(*own, masks[name], weights, **groups, count=count if loss.over_requests else None)
+            counted = count if loss.over_requests else None
+            scores[name] = TaskScores(logits[name], labels[name], masks[name], weights, **groups, count=counted)
         total = torch.stack(totals).sum()
         rows = _rows(scores.values())
         return _Output(total / rows.where(rows > 0, 1), scores)

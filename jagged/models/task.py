@@ -30,6 +30,8 @@ class TaskScores:
         slices: by name int64 `[N]`, for figures of the rows of each value; None for none.
         count: 0-dim, what the task's loss is a mean over where that is not the rows, as of `jagged.models.ListwiseLoss`; None for
             the rows.
+        rates: float `[N]`, above 0 and at most 1, at which rate rows like each were kept when the table was made: figures are
+            then those of the table with all of them. None for 1.
     """
 
     logits: Tensor
@@ -40,6 +42,7 @@ class TaskScores:
     requests: Tensor | None = None
     slices: Mapping[str, Tensor] | None = None
     count: Tensor | None = None
+    rates: Tensor | None = None
 
     def rows(self) -> int | Tensor:
         """What the mean divides by: `count`, or the number of rows, or the sum of their weights as a 0-dim tensor."""
@@ -202,8 +205,8 @@ class Task(nn.Module):
                 for name, of in scores.items():
                     if name not in metrics:
                         metrics[name] = self.metrics_of(name)
-                    ids: dict[str, Any] = {"users": of.users, "requests": of.requests, "slices": of.slices}
-                    metrics[name].update(of.logits, of.labels, of.mask, of.weights, **ids)
+                    more: dict[str, Any] = {one: getattr(of, one) for one in ("users", "requests", "slices", "rates")}
+                    metrics[name].update(of.logits, of.labels, of.mask, of.weights, **more)
         return metrics, sums, sampled
 
 

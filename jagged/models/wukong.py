@@ -27,8 +27,8 @@ class WukongModel(RequestModel):
         num_fm_tokens, num_linear_tokens, rank, hidden_sizes: of `Wukong`.
         top_sizes: widths of the hidden layers of the perceptron, whose last layer has a number for each label.
         dropout: probability, in the perceptron.
-        **common: `table_dims`, `tasks`, `conditional`, `implied`, `loss`, `focal_gamma`, `focal_alpha` and `label_means` of
-            `RequestModel`.
+        **common: `table_dims`, `tasks`, `conditional`, `implied`, `loss`, `focal_gamma`, `focal_alpha`,
+            `negative_rate` and `label_means` of `RequestModel`.
         device: where parameters live; `"meta"` allocates nothing.
 
     Shape:

@@ -46,6 +46,10 @@ class PointwiseMetrics:
     * `ndcg@k` with labels as gains, `mrr`, the mean of `1 / rank` of the best ranked positive, and `hit_rate@k`, the share of
       requests with a positive among the first k.
 
+    Where rows were left out at a known rate when the table was made, negatives for example, and `update` is given the rates, each
+    row weighs as many as it stands for, 1 / rate, in all figures but `rows` and those of requests, whose candidates are those
+    that are there: so figures estimate those of all rows.
+
     `rows` is how many were counted. Masked rows and those of weight 0 change nothing. Where slices are given,
     `values_left_out[name]` is how many of a slice's values have no figures of their own. A figure that these rows do not define,
     as an AUC of positives alone, is NaN.
@@ -108,6 +112,7 @@ class PointwiseMetrics:
         users: Tensor | None = None,
         requests: Tensor | None = None,
         slices: Mapping[str, Tensor] | None = None,
+        rates: Tensor | None = None,
     ) -> None:
         """Add rows.
 
@@ -117,16 +122,17 @@ class PointwiseMetrics:
             weights: `[N]`, not negative; None for 1.
             users, requests: int64 `[N]`, whose rows they are and which request's candidates; None where it is not known.
             slices: by name int64 `[N]`, a value for each row.
+            rates: float `[N]`, above 0 and at most 1, at which rate rows like each were kept; None for 1.
 
         Raises:
-            ValueError: shapes that differ, ids that are not int64, a slice of a name that cannot stand in that of a figure, or
-                other ids than batches before had.
+            ValueError: shapes that differ, ids that are not int64, rates out of range, a slice of a name that cannot stand in
+                that of a figure, or other ids than batches before had.
             DataError: the temporary directory has no room.
         """
         # The order of a mapping says nothing.
         slices = dict(sorted((slices or {}).items()))
         ids = {"users": users, "requests": requests, **{f"slices[{name}]": of for name, of in slices.items()}}
-        given = {"labels": labels, "mask": mask, "weights": weights, **ids}
+        given = {"labels": labels, "mask": mask, "weights": weights, "rates": rates, **ids}
         for what, tensor in given.items():
             if tensor is not None and (tensor.shape != logits.shape or logits.dim() != 1):
                 raise ValueError(
@@ -139,7 +145,7 @@ class PointwiseMetrics:
             if tensor is not None and tensor.dtype != torch.int64:
                 raise ValueError(f"{self._name}: {what}: got {tensor.dtype}, expected torch.int64")
         known = {what: tensor for what, tensor in ids.items() if tensor is not None}
-        self._expect(tuple(known))
+        self._expect((*known, *(() if rates is None else ("rates",))))
 
         kept = slice(None) if mask is None else mask.detach().cpu().bool().numpy()
         score, label = (_numbers(of)[kept] for of in (logits, labels))
@@ -151,6 +157,13 @@ class PointwiseMetrics:
         columns = {"score": score, "label": label, "weight": weight}
         for what, tensor in known.items():
             columns[self._column(what)] = tensor.detach().cpu().numpy()[kept]
+        if rates is not None:
+            columns["rate"] = rate = _numbers(rates)[kept]
+            if not ((rate > 0) & (rate <= 1)).all():
+                raise ValueError(
+                    f"{self._name}: rates: got {rate.min()} to {rate.max()}, expected above 0 and at most 1; give 1 for rows of "
+                    "which all were kept"
+                )
         columns = {name: values[counted] for name, values in columns.items()}
         if len(columns["score"]):
             self._graded = self._graded or not ((columns["label"] == 0) | (columns["label"] == 1)).all()
@@ -226,9 +239,9 @@ class PointwiseMetrics:
                 f"{self._name}: labels are not 0 and 1 alone, so that scores are no probabilities; there is no calibration"
             )
         total = ExactSum()
-        for rows in self._rows.chunks(columns=("weight",)):
+        for rows in self._weighed(columns=("weight",)):
             total.add(rows["weight"])
-        return calibration_bins(self._rows.chunks(_ORDER, _NUMBERS), total.value, count)
+        return calibration_bins(self._weighed(_ORDER, _NUMBERS), total.value, count)
 
     def score_histogram(self, bins: int = 50) -> Histogram:
         """Weights of positives and of other rows by bins of their scores, before any sigmoid, for a picture.
@@ -237,7 +250,7 @@ class PointwiseMetrics:
             ValueError: as `compute`.
         """
         self._check()
-        return histogram(self._rows.chunks(columns=_NUMBERS), self._low, self._high, bins)
+        return histogram(self._weighed(columns=_NUMBERS), self._low, self._high, bins)
 
     def _figures(self, where: tuple[str, int] | None) -> dict[str, float]:
         """Of all rows, or of those with a value in a column. Names are those of all rows."""
@@ -247,7 +260,7 @@ class PointwiseMetrics:
             return {**by_request, "rows": float(rows)}
         if self._graded:
             weights, errors, rows = ExactSum(), ExactSum(), 0
-            for chunk in self._rows.chunks(columns=_NUMBERS, where=where):
+            for chunk in self._weighed(columns=_NUMBERS, where=where):
                 weights.add(chunk["weight"])
                 errors.add(chunk["weight"] * np.square(chunk["score"] - chunk["label"]))
                 rows += len(chunk["score"])
@@ -263,18 +276,29 @@ class PointwiseMetrics:
                 yield chunk
 
         if self._bins is None:
-            figures = {"auc": auc(seen(self._rows.chunks(_ORDER, _NUMBERS, where)))}
+            figures = {"auc": auc(seen(self._weighed(_ORDER, _NUMBERS, where)))}
         else:
-            chunks = seen(self._rows.chunks(columns=_NUMBERS, where=where))
+            chunks = seen(self._weighed(columns=_NUMBERS, where=where))
             _, up, down = histogram(chunks, self._low, self._high, self._bins)
             figures = dict(zip(("auc", "auc_bound"), binned_auc(np.array(up), np.array(down)), strict=True))
         key = next((self._column(what) for what in ("users", "requests") if what in (self._ids or ())), None)
         if key is not None:
-            of_groups = grouped_auc(self._rows.chunks((key, *_ORDER), (key, *_NUMBERS), where), key)
+            of_groups = grouped_auc(self._weighed((key, *_ORDER), (key, *_NUMBERS), where), key)
             figures |= zip(("gauc", "gauc_left_out"), of_groups, strict=True)
         if self._has_probabilities:
             figures |= probabilities.figures()
         return {**figures, **by_request, "rows": float(rows)}
+
+    def _weighed(
+        self, by: Sequence[str] = (), columns: Sequence[str] = (), where: tuple[str, int] | None = None
+    ) -> Iterator[Columns]:
+        """Rows in chunks as of `SortedRows.chunks`, each with the weight of all that it stands for."""
+        if "rates" not in (self._ids or ()):
+            yield from self._rows.chunks(by, columns, where)
+            return
+        # Rows that differ in nothing else would be in no order.
+        for rows in self._rows.chunks((*by, "rate") if by else by, (*columns, "rate"), where):
+            yield {**rows, "weight": rows["weight"] / rows["rate"]}
 
     def _of_requests(self, where: tuple[str, int] | None) -> dict[str, float]:
         """Nothing where all requests have one candidate; NaN where it is only those of a slice."""
@@ -333,10 +357,11 @@ class PointwiseMetrics:
 
     def _new_rows(self, ids: Sequence[str]) -> SortedRows:
         types: dict[str, type[np.generic]] = dict.fromkeys(_NUMBERS, np.float64)
-        names = {"users": "user", "requests": "request"}
+        names = {"users": "user", "requests": "request", "rates": "rate"}
         # The names of slices are the user's, and may not be such as a table has.
         self._columns = {what: names.get(what, f"slice_{number}") for number, what in enumerate(ids)}
-        return SortedRows({**types, **dict.fromkeys(self._columns.values(), np.int64)}, self._limit)
+        types |= {column: np.float64 if what == "rates" else np.int64 for what, column in self._columns.items()}
+        return SortedRows(types, self._limit)
 
     def _column(self, what: str) -> str:
         return self._columns[what]

@@ -75,11 +75,12 @@ def evaluate(
     max_bytes: int = DEFAULT_MAX_BYTES,
     slices: Sequence[str] = (),
     events: Any = None,
+    negative_rate: float | None = None,
     progress: bool = True,
 ) -> Evaluation | RankingEvaluation | LabelEvaluation:
     """Evaluate what training left in a directory; the function behind `jagged evaluate`.
 
-    Of a run on a table's requests, all rows of other data are evaluated, and `slices` and `events` are as of
+    Of a run on a table's requests, all rows of other data are evaluated, and `slices`, `events` and `negative_rate` are as of
     `jagged.runs.ranking.evaluating.evaluate_run`, whose result this has; `filter_viewed` and names of columns are for runs on
     events, and `ks` for these and for runs on sets of labels, of which `jagged.runs.labels.evaluating.evaluate_labels` tells.
 
@@ -100,6 +101,7 @@ def evaluate(
         max_bytes: bound on the memory that grows with users times items.
         slices: of a run on a table: columns of one id a row, whose values have figures of their own.
         events: of a run on a table: that histories of `data` are gathered from; None for the run's own.
+        negative_rate: of a run on a table: at which rate rows of `data` with the label 0 were kept; None where all were.
         progress: show progress bars after two seconds.
 
     Raises:
@@ -108,10 +110,11 @@ def evaluate(
         CheckpointError: the directory is no run, or a file of it is damaged.
         DataError: the data cannot be used.
     """
+    of_table = {"slices": slices or None, "events": events, "negative_rate": negative_rate}
     columns = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
     if is_label_run(directory):
         refuse_options(directory, {"filter_viewed": filter_viewed, **columns}, "events")
-        refuse_options(directory, {"slices": slices or None, "events": events}, "a table")
+        refuse_options(directory, of_table, "a table")
         if format != "auto":
             raise ConfigError(f"format: got {format}, expected auto: rows of labels have one format")
         labels = LabelRun.open(directory, device=device)
@@ -120,10 +123,9 @@ def evaluate(
         given = {"filter_viewed": filter_viewed, **columns, "ks": ks}
         refuse_options(directory, given, "events")
         opened = RankingRun.open(directory, device=device)
-        return evaluate_run(
-            opened, data, part=part, slices=slices, events=events, format=format, batch_size=batch_size, progress=progress
-        )
-    refuse_options(directory, {"slices": slices or None, "events": events}, "a table")
+        told: dict[str, Any] = {**of_table, "slices": slices, "format": format, "batch_size": batch_size, "progress": progress}
+        return evaluate_run(opened, data, part=part, **told)
+    refuse_options(directory, of_table, "a table")
     if part not in ("valid", "test"):
         raise ConfigError(f"part: got {part!r}, expected 'valid' or 'test'")
     run = Run.open(directory, device=device)

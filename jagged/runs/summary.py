@@ -49,7 +49,7 @@ def summary_lines(directory: str | os.PathLike[str]) -> list[str]:
     config = load_config(path / CONFIG)
     source = config.data.path or "the built-in sample"
     if isinstance(config, RankingConfig):
-        return _of_requests(path, source, split, metrics)
+        return _of_requests(path, source, split, metrics, config.from_run)
     if isinstance(config, MultiLabelConfig):
         return _of_labels(path, source, split, metrics)
     reached = ", ".join(f"{shown_figure(group[metrics.monitor])} with {IN_WORDS[name]}" for name, group in metrics.test.items())
@@ -74,7 +74,7 @@ def _unknown_lines(counts: Mapping[str, int]) -> list[str]:
     return [f"         {told}; {counts['unknown_targets']:,} test targets are misses for that"]
 
 
-def _of_requests(path: Path, source: str, split: dict[str, Any], metrics: RunMetrics) -> list[str]:
+def _of_requests(path: Path, source: str, split: dict[str, Any], metrics: RunMetrics, begun: str | None) -> list[str]:
     best, name, reading = metrics.best, shlex.quote(str(path)), split["reading"]
     assert best is not None
     left_out = [f"{reading[key]:,} {words}" for key, words in _ROWS_LEFT_OUT.items() if reading.get(key)]
@@ -88,12 +88,21 @@ def _of_requests(path: Path, source: str, split: dict[str, Any], metrics: RunMet
         f"read     {reading['rows']:,} rows from {source}",
         *([f"         left out {', '.join(left_out)}"] if left_out else []),
         f"split    by {split['name']}: {rows}",
+        *([] if begun is None else [f"began    with {begun}; new ids: {_new_ids(split['counts'])}"]),
         *(f"{'reached' if not number else '':<8} test, {line}" for number, line in enumerate(reached)),
         f"kept     {path}: weights of epoch {best.epoch}, validation {metrics.monitor} {best.value:.4f}",
         f"next     jagged evaluate {name}",
         f"         jagged predict {name} rows.csv --output scores.parquet",
         f"         jagged report {name}",
     ]
+
+
+def _new_ids(counts: Mapping[str, int]) -> str:
+    """How many ids of each vocabulary a run has that the one that it began with had not."""
+    before, after = "ids of ", " that are new"
+    of = {name: count for name, count in counts.items() if name.startswith(before) and name.endswith(after)}
+    told = [f"{count:,} of {name.removeprefix(before).removesuffix(after)}" for name, count in of.items() if count]
+    return ", ".join(told) or "none"
 
 
 def _of_labels(path: Path, source: str, split: dict[str, Any], metrics: RunMetrics) -> list[str]:

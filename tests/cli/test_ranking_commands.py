@@ -143,3 +143,54 @@ def test_a_run_goes_on(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     assert run(monkeypatch, "train", "--resume", trained) == 0
     assert (trained / "model.safetensors").read_bytes() == before
     assert "next     jagged evaluate" in capsys.readouterr().out
+
+
+def test_a_run_begins_with_another_one(
+    trained: Path, ratings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Later rows, with a film and a user that were not there.
+    lines = ratings.read_text().replace(";m3;", ";m300;").replace("u7;", "u700;").replace("2024-", "2025-")
+    (tmp_path / "later.csv").write_text(lines)
+    arguments = ["train", "--from", trained, "--data", tmp_path / "later.csv", "--output", tmp_path / "later"]
+    options = ["--training.max-epochs", 1, "--training.batch-size", 64, "--training.no-tensorboard", "--device", "cpu"]
+    assert run(monkeypatch, *arguments, *options) == 0
+    out = capsys.readouterr().out
+    assert f"began    with {trained}; new ids: 1 of user, 1 of movie\n" in out
+    config = load_config(tmp_path / "later" / "config.json")
+    assert isinstance(config, RankingConfig)
+    assert config.from_run == str(trained)
+    assert config.data.label == ("rating>=4",)
+    assert config.model.layer_sizes == (16, 8)
+    other = ["train", "--from", trained, "--data", tmp_path / "later.csv", "--output", tmp_path / "other"]
+    assert run(monkeypatch, *other, "--model.embedding-dim", 4, "--user", "movie") == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"jagged: --model.embedding-dim: got 4, expected 8, as {trained} has it; leave it out",
+        f"jagged: --data.user: got movie, expected none, as {trained} has it; leave it out",
+    ]
+    assert run(monkeypatch, *other[:-1], trained) == 2
+    assert capsys.readouterr().err == (
+        f"jagged: --from: got {trained}, expected another directory than output; name another output\n"
+    )
+    assert run(monkeypatch, "train", "--resume", tmp_path / "later") == 0
+
+
+def test_rows_that_were_left_out_are_counted(
+    trained: Path, ratings: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(*more: object) -> dict[str, float]:
+        assert run(monkeypatch, "evaluate", trained, "--data", ratings, *more) == 0
+        figures = capsys.readouterr().out.splitlines()[-1].removeprefix("rating  ").split(", ")
+        return {name: float(value) for name, value in (figure.split() for figure in figures) if value != "-"}
+
+    of_all, of_some = told(), told("--negative-rate", 0.5)
+    assert of_some["calibration"] > of_all["calibration"]
+    assert of_some["auc"] == of_all["auc"]
+    assert run(monkeypatch, "evaluate", trained, "--negative-rate", 0.5) == 2
+    assert capsys.readouterr().err == (
+        "jagged: --negative-rate: got 0.5 without data, expected none; the run knows that of its own rows\n"
+    )
+    arguments = ["train", "--data", ratings, "--label", "rating>=4", "--data.negative-rate", 0.5, "--model.loss", "listwise"]
+    assert run(monkeypatch, *arguments, "--output", tmp_path / "run") == 2
+    assert capsys.readouterr().err == (
+        "jagged: --data.negative-rate: got 0.5, expected none beside --model.loss listwise, whose scores are no probabilities\n"
+    )

@@ -37,6 +37,42 @@ def test_a_vocabulary_has_what_training_has_often_enough() -> None:
     assert str(encoder) == "c: vocabulary, 4 numbers, 3 ids in training"
 
 
+def test_an_encoder_that_goes_on_keeps_its_numbers() -> None:
+    encoder = fitted(Column("c", Kind.ID), ["a", "b", "c"], [2, 0, 3])
+    grown = encoder.grown(Vocabulary(["d", "a", "e", "f", "c"]), np.array([2, 5, 1, 3, 0]), minimum=2)
+    # What it had goes first, however seldom it comes now; new ones come behind, if often enough.
+    assert grown.encode(["a", "c", "d", "f", "e", "b", None]).tolist() == [2, 3, 4, 5, 1, 1, 0]
+    assert (grown.size, grown.distinct) == (6, 4)
+    assert grown.counts.tolist() == [0, 1, 7, 3, 2, 3]
+    assert encoder.counts.tolist() == [0, 0, 2, 3]
+    # A hash and a range have the rows that they had, and the seed.
+    for column, ids in ((HASHED, ["a", "7"]), (RANGE, [4, 9])):
+        before = fitted(column, ids, [1, 2], seed=3)
+        after = before.grown(Vocabulary(ids[::-1]), np.array([1, 0]))
+        assert (after.size, after.seed, after.distinct) == (before.size, 3, 1)
+        assert after.encode(ids).tolist() == before.encode(ids).tolist()
+        assert after.counts.sum() == 4
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kept"),
+    [
+        ([7, 8], ["8", "x"], ["7", "8", "x"]),
+        (["7", "x"], [7, 9], ["7", "x", "9"]),
+        ([7], [8], [7, 8]),
+        ([], [8], [8]),
+        ([7], [], [7]),
+        ([], ["x"], ["x"]),
+    ],
+)
+def test_ids_that_go_on_are_texts_where_some_are(old: list[Any], new: list[Any], kept: list[Any]) -> None:
+    encoder = fitted(Column("c", Kind.ID), old, [1] * len(old))
+    grown = encoder.grown(Vocabulary(new), np.ones(len(new), np.int64))
+    assert grown.ids is not None
+    assert grown.ids.ids.to_pylist() == kept
+    assert grown.encode(old).tolist() == encoder.encode(old).tolist()
+
+
 def test_a_hash_is_fixed() -> None:
     person = hashlib.blake2b(b"t", digest_size=16).digest()
     key = (3).to_bytes(8, "little")

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jagged.data import DataError
+from jagged.data.encoding import Encoders
 from jagged.data.records import Dataset
 from jagged.data.schema import Column, Kind, Schema
 from jagged.data.table_batches import Part
@@ -226,3 +227,51 @@ def test_parts_by_a_column_and_what_training_sees_of_other_parts(rows: list[slow
     assert leaks.counts["requests_across_parts"] == len(straddling)
     if across:
         assert set(leaks.examples["rows_across_parts"]) <= {f"row {i} of the source, from 0" for i in across}
+
+
+def test_a_split_that_goes_on_keeps_numbers_and_statistics() -> None:
+    rows = table_of(100)
+    before = made(rows, history="events").split("user", valid=0.25, test=0.25, seed=3)
+    later = made([{**row, "item": f"new{i}" if i % 3 == 0 else row["item"]} for i, row in enumerate(rows)], history="events")
+    split = later.split("user", valid=0.25, test=0.25, seed=4, known=before.encoders, minimum_counts=1)
+    assert split.known is before.encoders
+    assert split.statistics == before.statistics
+    fresh = later.split("user", valid=0.25, test=0.25, seed=4)
+    for name, encoder in before.encoders.items():
+        old, ids = encoder.ids, split.encoders[name].ids
+        assert old is not None
+        assert ids is not None
+        assert ids.ids[: len(old)].equals(old.ids)
+        # All that training has are known, and nobody else is new.
+        assert set(ids.ids.to_pylist()) == {*old.ids.to_pylist(), *fresh.encoders[name].ids.ids.to_pylist()}
+        assert split.counts[f"ids of {name} that are new"] == len(ids) - len(old)
+        unknown = [one for one in later.ids(name).ids.to_pylist() if one not in ids.ids.to_pylist()]
+        assert split.counts[f"ids of {name} that training does not have"] == len(unknown)
+    assert split.counts["ids of item that are new"] > 0
+    found = split.leaks().counts
+    assert found["unsupported_ids"] == found["unsupported_statistics"] == 0
+    # An id of the table that training does not have is no leak where the one before had it.
+    wrong = dataclasses.replace(split, known=None).leaks().counts
+    assert wrong["unsupported_statistics"] > 0
+
+
+def test_encoders_of_other_columns_do_not_go_on() -> None:
+    rows = table_of(100)
+    dataset = made(rows)
+    known = dataset.split("user").encoders
+    hashed = [dataclasses.replace(one, encoding="hash", size=5) if one.name == "place" else one for one in SCHEMA.columns]
+    other = Dataset.from_table(arrow(rows), Schema(tuple(hashed)), progress=False)
+    messages = {
+        other: "known: table 'place': found vocabulary with 3 ids, expected hash with 5 ids",
+        dataset: "known: table 'place': found hash with 5 ids, expected vocabulary",
+    }
+    for of, encoders in ((other, known), (dataset, other.split("user").encoders)):
+        with pytest.raises(DataError) as error:
+            of.split("user", known=encoders)
+        assert str(error.value) == messages[of]
+    with pytest.raises(DataError) as error:
+        dataset.split("user", known=Encoders(dict(known), {}))
+    assert str(error.value) == f"known: found statistics of [], expected those of {dataset.with_statistics[0]!r}, too"
+    with pytest.raises(DataError) as error:
+        dataset.split("user", known=Encoders({}, known.statistics))
+    assert str(error.value) == "known: table 'user': found none, expected vocabulary"

@@ -275,7 +275,7 @@ def test_conditions_of_conditions() -> None:
     labels = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
     batch = dataclasses.replace(batch, labels=labels, label_mask=torch.tensor([[False, True, True], [True, True, True]]))
     logits = model.scorer._of_conditions(towers)
-    scores = model.scorer._scored(batch, logits).scores
+    scores = model.scorer._scored(batch, logits, logits).scores
     p = [of.sigmoid() for of in towers.values()]
     torch.testing.assert_close(scores["buy"].logits.sigmoid(), p[0] * p[1] * p[2])
     torch.testing.assert_close(scores["click"].logits.sigmoid(), p[0] * p[1])

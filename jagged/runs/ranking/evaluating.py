@@ -63,6 +63,7 @@ def evaluate_run(
     part: str = "test",
     slices: Sequence[str] = (),
     events: Any = None,
+    negative_rate: float | None = None,
     format: str = "auto",
     batch_size: int | None = None,
     progress: bool = True,
@@ -75,12 +76,15 @@ def evaluate_run(
         part: the held-out part of the run's data.
         slices: columns of one id a row, whose values have figures of their own, those with the most rows.
         events: that histories of `data` are gathered from; None for the run's own.
+        negative_rate: of `data`, at which rate its rows with the label 0 were kept, so that figures are those of all rows; None
+            where all were. For its own part the run has one of its own.
         format: of `data`.
         batch_size: requests at a time; by default the run's `eval_batch_size`.
         progress: show bars after two seconds.
 
     Raises:
-        ConfigError: an unknown part or slice; a directory without data where none is given.
+        ConfigError: an unknown part or slice; a directory without data where none is given; a rate that says nothing of the
+            run's tasks.
         DataError: the data cannot be used.
     """
     if part not in _PARTS:
@@ -88,9 +92,13 @@ def evaluate_run(
     check_slices(run, slices)
     if data is None and events is not None:
         raise ConfigError("events: given without data, whose histories they are for")
+    if data is None and negative_rate is not None:
+        raise ConfigError(f"negative_rate: got {negative_rate} without data, expected none; the run knows that of its own rows")
     rows = None if data is None else run.read(data, events, labels=True, format=format, progress=progress)
     chosen = run.part(part) if rows is None else run.whole(rows)
-    figures = figures_of(run, chosen, slices, batch_size=batch_size, progress=progress)
+    rate = run.config.data.negative_rate if data is None else negative_rate
+    with thinned(run, rate):
+        figures = figures_of(run, chosen, slices, batch_size=batch_size, progress=progress)
     split = "" if data is not None else str(run.opened.split["name"])
     name = part if data is None else "all"
     return RankingEvaluation(figures, name, split, len(chosen.rows), len(chosen))
@@ -119,6 +127,24 @@ def slicing(run: RankingRun, slices: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         run.model.slices = before
+
+
+@contextmanager
+def thinned(run: RankingRun, rate: float | None) -> Iterator[None]:
+    """Have the model count rows with the label 0 as those of a table that kept them at a rate; None for all.
+
+    Raises:
+        ConfigError: the rate is out of range, or says nothing of the model's tasks.
+    """
+    before = run.model.negative_rate
+    try:
+        run.model.negative_rate = 1.0 if rate is None else rate
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    try:
+        yield
+    finally:
+        run.model.negative_rate = before
 
 
 def named(run: RankingRun, group: str) -> str:

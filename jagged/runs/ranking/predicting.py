@@ -42,9 +42,10 @@ class Ranker:
     """
 
     def __init__(self, config: RankingConfig | None = None, **overrides: Any) -> None:
-        self.config = RankingConfig(
-            **merge({"model": "ranking", **(config.model_dump() if config is not None else {})}, overrides)
-        )
+        begins = overrides.get("from_run", None if config is None else config.from_run) is not None
+        # What is not given is then the other run's.
+        given = {} if config is None else config.model_dump(exclude_unset=begins)
+        self.config = RankingConfig(**merge(given if begins else {"model": "ranking", **given}, overrides))
         self._run: RankingRun | None = None
 
     @classmethod

@@ -20,6 +20,7 @@ from jagged.metrics import Figures, in_words, is_slice_group, sampled_figures, s
 from jagged.pointwise.probabilities import CalibrationBin, Histogram
 from jagged.runs.page import TEMPLATES, history_pictures, origin, read_history, unit
 from jagged.runs.ranking.evaluating import named, slicing
+from jagged.runs.ranking.going_on import known_encoders
 from jagged.runs.ranking.run import RankingRun, split_dataset
 from jagged.versions import installed
 
@@ -100,7 +101,7 @@ def gather_ranking(directory: str | os.PathLike[str], *, part: str = "test", pro
         DataError: the run's rows are damaged.
     """
     run = RankingRun.open(directory)
-    split = split_dataset(run.config, run.dataset, progress=progress)
+    split = split_dataset(run.config, run.dataset, known_encoders(run), progress=progress)
     chosen: Part = run.part(part)
     metrics, histograms, bins = _measured(run, chosen, progress)
     return RankingFacts(

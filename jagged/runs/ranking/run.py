@@ -138,7 +138,7 @@ class RankingRun:
                     f"events: the model reads histories, and {self.directory} holds no rows to gather them from; give a table "
                     "of them"
                 )
-            found = events(self.dataset) if events_table is None else (events_table, self._event_schema)
+            found = events(self.dataset) if events_table is None else (events_table, self.event_schema)
             assert found is not None
             told = self.opened.split
             names = ("event_labels", "event_lists", "event_weights")
@@ -160,7 +160,7 @@ class RankingRun:
         return dataset
 
     @property
-    def _event_schema(self) -> Schema:
+    def event_schema(self) -> Schema:
         """Of a table of events as a user has it: of another kind than the rows, or of earlier rows what they show."""
         told = self.opened.split
         columns = event_columns(
@@ -187,8 +187,14 @@ class RankingRun:
         return found
 
 
-def split_dataset(config: RankingConfig, dataset: Dataset, *, progress: bool = True) -> Split:
+def split_dataset(config: RankingConfig, dataset: Dataset, known: Encoders | None = None, *, progress: bool = True) -> Split:
     """Split a table's rows as a configuration says.
+
+    Args:
+        config: how.
+        dataset: the table.
+        known: the encoders of another run that this one began with.
+        progress: show a bar after two seconds.
 
     Raises:
         DataError: the table lacks what the split goes by, or a part has no row.
@@ -200,6 +206,7 @@ def split_dataset(config: RankingConfig, dataset: Dataset, *, progress: bool = T
         test=options["test"],
         seed=config.seed,
         minimum_counts=config.data.min_count,
+        known=known,
         progress=progress,
     )
     for name, part in (("validation", found.valid), ("test", found.test)):

@@ -15,12 +15,14 @@ from torch import nn
 
 from jagged import artifacts
 from jagged.artifacts import CheckpointError
-from jagged.config import RankingConfig
-from jagged.data import Dataset, Kind, Split, synthetic_impressions
+from jagged.config import ConfigError, RankingConfig
+from jagged.config.section import Problem
+from jagged.data import DataError, Dataset, Kind, Split, synthetic_impressions
 from jagged.data.table_loader import RequestLoader
 from jagged.metrics import RunMetrics
 from jagged.models import REQUEST_MODELS
 from jagged.models.pretrained import CONFIG, save_task
+from jagged.runs.ranking.going_on import START, Beginning
 from jagged.runs.ranking.run import DATASET, hardware, split_column, split_dataset
 from jagged.runs.starting import data_folder, nothing_left_of_a_false_start
 from jagged.training.callbacks import Callback
@@ -56,18 +58,25 @@ def train_ranking(
     """
     config = resolved(config)
     directory = Path(config.output)
+    beginning = Beginning.of(config, resume=resume)
+    config = config if beginning is None else beginning.config
     with process_group(resolve_device(config.device)) as processes, ExitStack() as closing:
         if not dry_run:
             closing.enter_context(locked(directory, processes, resume))
-            closing.enter_context(nothing_left_of_a_false_start(directory, processes, DATASET))
+            closing.enter_context(nothing_left_of_a_false_start(directory, processes, DATASET, START))
         shown = progress and processes.is_first
-        dataset = _kept(config, table, directory, processes, closing, dry_run=dry_run, progress=shown)
-        split = split_dataset(config, dataset, progress=shown)
+        dataset = _kept(config, beginning, table, directory, processes, closing, dry_run=dry_run, progress=shown)
+        split = split_dataset(config, dataset, None if beginning is None else beginning.encoders, progress=shown)
         torch.manual_seed(config.seed)
         try:
-            model = REQUEST_MODELS[config.model.name].of(split, **config.model.arguments(config.data.max_history))
+            arguments = {**config.model.arguments(config.data.max_history), "negative_rate": config.data.negative_rate}
+            model = REQUEST_MODELS[config.model.name].of(split, **arguments)
         except ValueError as error:
             raise TrainingError(f"model: {error}") from None
+        if beginning is not None:
+            beginning.load_into(model)
+            # What was read of the other run need not stay in memory.
+            beginning = replace(beginning, run=None)
         keep_on_host(model, config.trainer, processes.world_size)
         model = model.to(processes.device)
         loaders = _loaders(config, split, processes)
@@ -78,6 +87,8 @@ def train_ranking(
         if dry_run:
             return TrainResult(directory, RunMetrics(), [], float("nan"), 0, 0, 0.0, forecast=expected)
         if processes.is_first and not list_checkpoints(directory / CHECKPOINTS):
+            if beginning is not None:
+                beginning.keep(directory)
             # From here on the run needs nothing else to go on; one that goes on already has its own.
             with artifacts.writing(directory / CONFIG, "make room, or choose another output", CheckpointError):
                 config.save(directory / CONFIG)
@@ -97,6 +108,7 @@ def train_ranking(
 
 def _kept(
     config: RankingConfig,
+    beginning: Beginning | None,
     table: Any,
     directory: Path,
     processes: Processes,
@@ -110,11 +122,14 @@ def _kept(
     A run that goes on has it there already; where it may be another table, that is read, too, and compared.
     """
     place = data_folder(directory / DATASET, processes, closing, dry_run=dry_run)
-    processes.in_first(lambda: _read(config, table, place, progress))
-    return Dataset.load(place)
+    processes.in_first(lambda: _read(config, beginning, table, place, progress))
+    dataset = Dataset.load(place)
+    if beginning is not None:
+        beginning.check(dataset)
+    return dataset
 
 
-def _read(config: RankingConfig, table: Any, place: Path, progress: bool) -> None:
+def _read(config: RankingConfig, beginning: Beginning | None, table: Any, place: Path, progress: bool) -> None:
     is_there, kept = place.is_dir(), place.parent / CONFIG
     if table is None and is_there and kept.exists() and _data_of(RankingConfig.load(kept)) == _data_of(config):
         return
@@ -122,21 +137,25 @@ def _read(config: RankingConfig, table: Any, place: Path, progress: bool) -> Non
         with artifacts.writing(place, "make room, or choose another output", CheckpointError):
             table.save(place)
         return
-    options: dict[str, Any] = {**config.data.reading(), "split": split_column(config), "progress": progress}
+    reading = config.data.reading() if beginning is None else beginning.reading()
+    options: dict[str, Any] = {**reading, "split": split_column(config), "progress": progress}
     if table is None and (table := config.data.path) is None:
+        if beginning is not None:
+            text = f"got none, expected a table of new rows beside from_run ({beginning.where}); name it"
+            raise ConfigError.of([Problem("data.path", text)])
         table = synthetic_impressions(config.seed)[0]
         options = {**options, **_SAMPLE}
-    if not is_there:
-        Dataset.from_table(table, directory=place, **options)
-        return
-    again = Dataset.from_table(table, **options)
-    if again.fingerprint != Dataset.load(place).fingerprint:
+    try:
+        again = Dataset.from_table(table, directory=None if is_there else place, **options)
+    except DataError as error:
+        raise (error if beginning is None else beginning.explained(error)) from None
+    if is_there and again.fingerprint != Dataset.load(place).fingerprint:
         raise TrainingError(f"data: {place} holds another table than the one that is given; choose another output, or delete it")
 
 
 def _data_of(config: RankingConfig) -> tuple[Any, ...]:
-    """What a run's table depends on: with the column of parts, and of the built-in sample the seed."""
-    return config.data, split_column(config), config.seed if config.data.path is None else None
+    """What a run's table depends on: with the column of parts, of the built-in sample the seed, and whose schema it has."""
+    return config.data, split_column(config), config.seed if config.data.path is None else None, config.from_run
 
 
 def _loaders(config: RankingConfig, split: Split, processes: Processes) -> tuple[RequestLoader, RequestLoader, RequestLoader]:
