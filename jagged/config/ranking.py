@@ -244,6 +244,15 @@ class MixtureOptions(RankingOptions):
     expert_layers: int = option(1, "layers of experts", when={"experts": ("ple",)}, ge=1)
 
 
+class DLRMHSTUOptions(RankingOptions):
+    """DLRM-HSTU: candidates are targets behind the history, in gated attention without softmax."""
+
+    name: Literal["dlrm-hstu"] = option("dlrm-hstu", "the model to train")  # type: ignore[assignment]
+    cross: Literal["dcn", "dot", "none"] = option("none", "how features are crossed")
+    num_layers: int = option(2, "blocks over the history and the candidates behind it", ge=1)
+    num_time_buckets: int | None = option(64, "buckets of the time between events; none for none", ge=1)
+
+
 class DLRMOptions(RequestModelOptions):
     """DLRM: products of pairs of features, and a perceptron over them."""
 

@@ -26,6 +26,7 @@ from jagged.data.table_batches import Batch
 from jagged.data.table_splits import Split
 from jagged.models import (
     DLRM,
+    DLRMHSTU,
     DCNv2,
     MixtureModel,
     RankingInputs,
@@ -94,6 +95,17 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
         {"class": DCNv2, "structure": "parallel", "cross_rank": 3, "cross_experts": 2, "cross_layers": 2},
     ),
     "wukong": ((), {"beside": True}, {"class": WukongModel, "table_dims": {"item": 6, "tags": 4, "topics": 2}, **WUKONG, **BUY}),
+    "dlrm-hstu": ((), {"beside": True}, {"class": DLRMHSTU, "table_dims": {"item": 6, "tags": 4, "topics": 2}, **BUY}),
+    "dlrm-hstu of lists and events": (
+        LISTS,
+        {"history": "events"},
+        {"class": DLRMHSTU, "histories": ["tags", "liked"], "cross": "dot", "num_layers": 1, "max_history": 2},
+    ),
+    "dlrm-hstu without times": (
+        PLAIN,
+        {"history": "events"},
+        {"class": DLRMHSTU, "num_time_buckets": None, "experts": "mmoe", "num_experts": 2, "expert_sizes": (5,)},
+    ),
     "wukong of requests alone": (("user", "type", "age", "click"), {}, {"class": WukongModel, **WUKONG}),
 }
 #: Options that tests have of all models of a class.
@@ -102,6 +114,7 @@ COMMON: dict[type[RequestModel], dict[str, Any]] = {
     MixtureModel: {"layer_sizes": (12, 6)},
     DCNv2: {"layer_sizes": (12, 6)},
     DLRM: {},
+    DLRMHSTU: {"layer_sizes": (12, 6)},
     WukongModel: {},
 }
 #: Those that other variants cover in part.
@@ -177,6 +190,24 @@ def test_is_the_padded_twin(splits: dict[str, Split], name: str, data: st.DataOb
     expected = gradients(loss, model)
     for key, found in gradients(out.loss, model).items():
         torch.testing.assert_close(found, expected[key], rtol=1e-8, atol=1e-10, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("name", [name for name, (columns, *_) in VARIANTS.items() if not columns or "request" in columns])
+def test_a_score_does_not_depend_on_the_other_candidates(splits: dict[str, Split], name: str) -> None:
+    """Nor on their number: each candidate alone in its request has the logits that it has among all."""
+    split, model = of_variant(splits, name)
+    model = doubled(model).eval()
+    every = split.train.gather(range(len(split.train)))
+    assert every.candidate_offsets.diff().max() > 3
+    expected = dict(zip(every.rows.tolist(), torch.stack(list(model.logits(every).values()), 1), strict=True))
+    offsets, rows = split.train.requests
+    for place in range(3):
+        chosen = offsets[:-1] + place
+        alone = dataclasses.replace(split.train, rows=np.sort(rows[chosen[chosen < offsets[1:]]]))
+        batch = alone.gather(range(len(alone)))
+        assert len(batch) == len(batch.rows)
+        found = torch.stack(list(model.logits(batch).values()), 1)
+        torch.testing.assert_close(found, torch.stack([expected[row] for row in batch.rows.tolist()]), rtol=1e-9, atol=1e-10)
 
 
 @every_variant
@@ -347,9 +378,9 @@ def test_ranks_run_evenly_between_the_borders(count: int) -> None:
 # What is refused.
 
 
-def refused(*names: str, reading: Any = None, **options: Any) -> str:
+def refused(*names: str, reading: Any = None, kind: type[RequestModel] = RankingModel, **options: Any) -> str:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole line is compared
-        RankingModel.of(shop(*names, **(reading or {})), **options)
+        kind.of(shop(*names, **(reading or {})), **options)
     return str(caught.value)
 
 
@@ -391,6 +422,22 @@ def test_options_that_do_not_fit_are_refused() -> None:
         RankingModel(RankingInputs(features={"user": "user"}, candidates={"item": "item"}), {"user": 3})
     with pytest.raises(ValueError, match=r"^inputs: got no column of ids or numbers, expected something to learn from$"):
         RankingModel(RankingInputs(), {})
+
+
+def test_models_whose_candidates_read_histories_need_both() -> None:
+    """By name, and before anything is made."""
+    names = ("user", "item", "time", "click")
+    assert refused(*names, kind=DLRMHSTU) == (
+        "inputs: got no history, expected one that candidates of dlrm-hstu read; give the table user, candidate and time with "
+        'history="events", or a list of the candidate\'s ids, or take another model'
+    )
+    assert refused("time", "liked", "click", kind=DLRMHSTU, histories=["liked"]) == (
+        "inputs: got no column of the candidates, expected one by which candidates of dlrm-hstu read their history; say which "
+        "columns are theirs by candidate= or candidate_columns= when the table is read, or take another model"
+    )
+    assert refused(*names, reading={"history": "events"}, kind=DLRMHSTU, num_layers=0) == (
+        "num_layers: got 0, expected 1 or more; without a block candidates read no history"
+    )
 
 
 def test_histories_that_are_no_lists_of_the_request_are_refused() -> None:
@@ -475,9 +522,9 @@ def test_under_autocast(splits: dict[str, Split], name: str) -> None:
     [
         *(
             pytest.param(name, marks=pytest.mark.long)
-            for name in ("everything", "everything by dots", "experts of tasks", "dlrm")
+            for name in ("everything", "everything by dots", "experts of tasks", "dlrm", "dlrm-hstu")
         ),
-        *("requests alone", "wukong of requests alone", "dcnv2 in parallel"),
+        *("requests alone", "wukong of requests alone", "dcnv2 in parallel", "dlrm-hstu without times"),
     ],
 )
 def test_is_compiled(splits: dict[str, Split], name: str) -> None:
@@ -500,7 +547,7 @@ def given_to(split: Split) -> list[Batch]:
     return [gather(range(20)), gather(range(20, 27), max_history=2), gather([0]), gather([3, 0], max_history=0)]
 
 
-OF_NAMES = ("experts", "experts of tasks", "dlrm", "dcnv2", "wukong of requests alone")
+OF_NAMES = ("experts", "experts of tasks", "dlrm", "dcnv2", "wukong of requests alone", "dlrm-hstu", "dlrm-hstu without times")
 SERVED = ("everything", "lists as histories", "requests alone", *OF_NAMES)
 
 
@@ -668,7 +715,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("case", ["dcn", "dot", "dlrm", "dcnv2", "wukong", "mmoe"])
+@pytest.mark.parametrize("case", ["dcn", "dot", "dlrm", "dcnv2", "wukong", "mmoe", "dlrm-hstu"])
 def test_two_processes_of_torchrecs_pipeline_train_as_one_does(processes: dict[str, Any], case: str) -> None:
     """Tables in every way of sharding, requests and candidates of other numbers in each process."""
     found = processes[case]
