@@ -18,7 +18,7 @@ from jagged.data.expressions import LISTS
 from jagged.data.histories import spread
 from jagged.data.logs import Columns, EventLog
 from jagged.data.negatives import UNIFORM, Drawing, TrainingEvents
-from jagged.data.packed import Packed
+from jagged.data.packed import COUNTS, Packed
 from jagged.data.records import Dataset
 from jagged.data.schema import WITH_IDS, Column, Kind, Schema
 from jagged.data.slots import copied_to
@@ -84,6 +84,9 @@ class Batch:
         history_lists: the lists of ids that events show, by name, a sample an event: so their lengths are `[H]` a column, and
             what pools them gives `[H, D]`; None where events show none.
         sampled: whether there are drawn negatives. Figures of such batches depend on the draws, and say so.
+        pairs: of each key of `features`, how many pairs of a candidate and an id of its request there are: numbers that stay on
+            the host, for who makes such pairs would have to wait for the device. None: nobody knows. Who changes ids or
+            candidates sets it to None.
     """
 
     features: KeyedJaggedTensor
@@ -112,6 +115,7 @@ class Batch:
     history_label_mask: Tensor | None = None
     history_lists: KeyedJaggedTensor | None = None
     sampled: bool = False
+    pairs: dict[str, int] | None = None
 
     # The memory of which all tensors are views, and the keys of the KeyedJaggedTensors; None where a field was set.
     _together: ClassVar[tuple[Packed, Mapping[str, list[str]]] | None]
@@ -161,8 +165,9 @@ class Batch:
         if "history_times" in collected:
             strides["history_lists"] = collected["history_times"].numel()
         keyed = {name: _keyed_tensor(of, collected, name, strides[name], counts[name]) for name, of in keys.items()}
-        plain = {one.name: collected.get(one.name) for one in fields(cls) if one.name not in (*keyed, "sampled")}
-        return cls(**{**plain, **keyed}, sampled=sampled)  # type: ignore[arg-type]
+        plain = {one.name: collected.get(one.name) for one in fields(cls) if one.name not in (*keyed, "sampled", "pairs")}
+        pairs = dict(zip(keys["features"], counts["pairs"], strict=True))
+        return cls(**{**plain, **keyed}, sampled=sampled, pairs=pairs)  # type: ignore[arg-type]
 
     @property
     def candidate_requests(self) -> Tensor:
@@ -199,7 +204,7 @@ class Batch:
             return Batch.of(packed.mapped(change), keys, sampled=self.sampled)
         found: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
         changed: dict[str, Any] = {
-            name: value if value is None or isinstance(value, bool) else change(value) for name, value in found.items()
+            name: value if value is None or isinstance(value, (bool, dict)) else change(value) for name, value in found.items()
         }
         for value in changed.values():
             # TorchRec keeps what was asked for by key, on the device where that was.
@@ -532,6 +537,8 @@ class Part:
             self._keyed(found, name, rows)
         start, stop = self._views(rows.first, max_history)
         self._keyed(found, "features", rows, start, stop, max_history)
+        lengths = found["features.lengths"].reshape(len(self._keys("features")), len(rows.counts))
+        found[f"pairs{COUNTS}"] = lengths @ rows.counts
         if (log := dataset.events) is not None:
             self._history(found, log, log.rows(spread(start, stop - start)), unseen)
         return Packed.of({name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in found.items()}, allocate)

@@ -62,6 +62,7 @@ class HSTUHistory(HistoryEncoder):
         queries: JaggedTensor | None,
         times: tuple[Tensor, Tensor] | None = None,
         weights: Tensor | None = None,
+        num_pairs: int | None = None,
     ) -> tuple[None, Tensor]:
         """Return what candidates read, `[S, embedding_dim]`; there is no mean."""
         # `check_histories` has seen to it.

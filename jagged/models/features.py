@@ -332,6 +332,7 @@ class HistoryEncoder(JaggedModule):
         queries: JaggedTensor | None,
         times: tuple[Tensor, Tensor] | None = None,
         weights: Tensor | None = None,
+        num_pairs: int | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Encode the events.
 
@@ -340,6 +341,7 @@ class HistoryEncoder(JaggedModule):
             queries: of the candidates, values `[S, embedding_dim]`; None where there are none.
             times: of the events `[sum L]` and of the requests `[R]`, int64; None where events have none.
             weights: `[sum L]`, how much events count in the mean; None for 1.
+            num_pairs: of a candidate and an event of its request, `sum n L` over the requests; None where the host does not know.
 
         Returns:
             The mean `[R, embedding_dim]`, where there is one, and what each candidate reads, `[S, embedding_dim]` or None.
@@ -377,6 +379,7 @@ class History(HistoryEncoder):
         queries: JaggedTensor | None,
         times: tuple[Tensor, Tensor] | None = None,
         weights: Tensor | None = None,
+        num_pairs: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the mean and what candidates read."""
         x = self.positions(with_values(x, self.projection(x.values())))

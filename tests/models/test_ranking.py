@@ -25,6 +25,7 @@ from jagged.data import DataError, Dataset
 from jagged.data.table_batches import Batch
 from jagged.data.table_splits import Split
 from jagged.models import (
+    DIN,
     DLRM,
     DLRMHSTU,
     DCNv2,
@@ -106,6 +107,12 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
         {"history": "events"},
         {"class": DLRMHSTU, "num_time_buckets": None, "experts": "mmoe", "num_experts": 2, "expert_sizes": (5,)},
     ),
+    "din": ((), {"beside": True}, {"class": DIN, "table_dims": {"item": 6, "tags": 4, "topics": 2}, **BUY}),
+    "din of lists and events": (
+        LISTS,
+        {"history": "events"},
+        {"class": DIN, "histories": ["tags", "liked"], "attention_sizes": (5,), "activation": "gelu"},
+    ),
     "wukong of requests alone": (("user", "type", "age", "click"), {}, {"class": WukongModel, **WUKONG}),
 }
 #: Options that tests have of all models of a class.
@@ -113,6 +120,7 @@ COMMON: dict[type[RequestModel], dict[str, Any]] = {
     RankingModel: {"layer_sizes": (12, 6)},
     MixtureModel: {"layer_sizes": (12, 6)},
     DCNv2: {"layer_sizes": (12, 6)},
+    DIN: {"layer_sizes": (12, 6), "attention_sizes": (5, 3)},
     DLRM: {},
     DLRMHSTU: {"layer_sizes": (12, 6)},
     WukongModel: {},
@@ -427,13 +435,21 @@ def test_options_that_do_not_fit_are_refused() -> None:
 def test_models_whose_candidates_read_histories_need_both() -> None:
     """By name, and before anything is made."""
     names = ("user", "item", "time", "click")
-    assert refused(*names, kind=DLRMHSTU) == (
-        "inputs: got no history, expected one that candidates of dlrm-hstu read; give the table user, candidate and time with "
-        'history="events", or a list of the candidate\'s ids, or take another model'
-    )
-    assert refused("time", "liked", "click", kind=DLRMHSTU, histories=["liked"]) == (
-        "inputs: got no column of the candidates, expected one by which candidates of dlrm-hstu read their history; say which "
-        "columns are theirs by candidate= or candidate_columns= when the table is read, or take another model"
+    for kind, name in ((DLRMHSTU, "dlrm-hstu"), (DIN, "din")):
+        assert refused(*names, kind=kind) == (
+            f"inputs: got no history, expected one that candidates of {name} read; give the table user, candidate and time with "
+            'history="events", or a list of the candidate\'s ids, or take another model'
+        )
+        assert refused("time", "liked", "click", kind=kind, histories=["liked"]) == (
+            f"inputs: got no column of the candidates, expected one by which candidates of {name} read their history; say which "
+            "columns are theirs by candidate= or candidate_columns= when the table is read, or take another model"
+        )
+    for sizes in ("attention_sizes", "layer_sizes"):
+        assert refused(*names, reading={"history": "events"}, kind=DIN, **{sizes: []}) == (
+            f"{sizes}: expected the width of at least one layer, got none"
+        )
+    assert refused(*names, reading={"history": "events"}, kind=DIN, activation="dice") == (
+        "activation: got 'dice', expected one of 'relu', 'silu', 'gelu'"
     )
     assert refused(*names, reading={"history": "events"}, kind=DLRMHSTU, num_layers=0) == (
         "num_layers: got 0, expected 1 or more; without a block candidates read no history"
@@ -522,9 +538,15 @@ def test_under_autocast(splits: dict[str, Split], name: str) -> None:
     [
         *(
             pytest.param(name, marks=pytest.mark.long)
-            for name in ("everything", "everything by dots", "experts of tasks", "dlrm", "dlrm-hstu")
+            for name in ("everything", "everything by dots", "experts of tasks", "dlrm", "dlrm-hstu", "din")
         ),
-        *("requests alone", "wukong of requests alone", "dcnv2 in parallel", "dlrm-hstu without times"),
+        *(
+            "requests alone",
+            "wukong of requests alone",
+            "dcnv2 in parallel",
+            "dlrm-hstu without times",
+            "din of lists and events",
+        ),
     ],
 )
 def test_is_compiled(splits: dict[str, Split], name: str) -> None:
@@ -547,7 +569,16 @@ def given_to(split: Split) -> list[Batch]:
     return [gather(range(20)), gather(range(20, 27), max_history=2), gather([0]), gather([3, 0], max_history=0)]
 
 
-OF_NAMES = ("experts", "experts of tasks", "dlrm", "dcnv2", "wukong of requests alone", "dlrm-hstu", "dlrm-hstu without times")
+OF_NAMES = (
+    "experts",
+    "experts of tasks",
+    "dlrm",
+    "dcnv2",
+    "wukong of requests alone",
+    "dlrm-hstu",
+    "din",
+    "din of lists and events",
+)
 SERVED = ("everything", "lists as histories", "requests alone", *OF_NAMES)
 
 
@@ -715,7 +746,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("case", ["dcn", "dot", "dlrm", "dcnv2", "wukong", "mmoe", "dlrm-hstu"])
+@pytest.mark.parametrize("case", ["dcn", "dot", "dlrm", "dcnv2", "wukong", "mmoe", "dlrm-hstu", "din"])
 def test_two_processes_of_torchrecs_pipeline_train_as_one_does(processes: dict[str, Any], case: str) -> None:
     """Tables in every way of sharding, requests and candidates of other numbers in each process."""
     found = processes[case]

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from jagged.data.table_batches import Batch
-from jagged.models import DLRM, DLRMHSTU, DCNv2, RequestModel, WukongModel
+from jagged.models import DIN, DLRM, DLRMHSTU, DCNv2, RequestModel, WukongModel
 from tests.reference.attention import padded, time_buckets
 from tests.reference.experts import grouped_mlp, mmoe, ple
 from tests.reference.hstu import PaddedHSTUBlock
 from tests.reference.interactions import cross_experts, feature_tokens, wukong
+from tests.reference.target_attention import PaddedTargetAttention
 from tests.reference.transformer import PaddedCrossAttention, PaddedTransformerBlock
 
 
@@ -46,7 +47,7 @@ class Padded:
         self.model, self.config, self.inputs = model, model.config, model.scorer.inputs
         self.encodes = len(model.scorer.histories) > 0
         # What candidates read of events that are not encoded before.
-        self.read = {DLRMHSTU: self.targets}.get(type(model))
+        self.read = {DLRMHSTU: self.targets, DIN: self.interests}.get(type(model))
         self.weights = dict(model.named_parameters())
         self.tables: dict[str, Tensor] = {}
         for prefix, module in model.named_modules():
@@ -160,6 +161,23 @@ class Padded:
         norm = self.of(f"{of}.norm")
         return nn.functional.layer_norm(x[filled & (place == lengths[:, None] - 1)], (width,), norm["weight"], norm["bias"])
 
+    def interests(self, of: str, batch: Batch, shown: Tensor, key: str, queries: Tensor) -> Tensor:
+        """Of each candidate the weighted sum of a copy of its request's events, `[S, D]`, every event with it in a row."""
+        width, sizes = self.config["embedding_dim"], self.config["attention_sizes"]
+        before = batch.features[key].lengths()
+
+        def normal(name: str, x: Tensor) -> Tensor:
+            norm = self.of(f"{of}.{name}_norm")
+            return nn.functional.layer_norm(x, (width,), norm["weight"], norm["bias"])
+
+        events = normal("event", self.linear(f"{of}.projection", shown)).split(before.tolist())
+        queries = normal("candidate", queries)
+        lengths = before[batch.candidate_requests]
+        rows = padded(torch.cat([events[request] for request in batch.candidate_requests.tolist()]), lengths)
+        filled = torch.arange(rows.shape[1]) < lengths[:, None]
+        twin = PaddedTargetAttention(width, sizes, self.config["activation"], False)
+        return functional_call(twin, self.of(f"{of}.attention"), (rows, filled, queries[:, None])).squeeze(1)
+
     def __call__(self, batch: Batch, statistics: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, counts = self.inputs, batch.candidate_offsets.diff()
         user = [bags(batch.features[key], self.table(table), "mean") for key, table in inputs.features.items()] + self.pooled(
@@ -214,7 +232,8 @@ class Padded:
         longest = there.shape[1]
         wide = [x[:, None].expand(-1, longest, -1) for x in (*user, *of_user)]
         x = [padded(x, counts) for x in (*item, *of_item)]
-        if self.config["cross"] == "dot":
+        cross = self.config.get("cross")
+        if cross == "dot":
             vectors = [[padded(x, counts) for x in item], [x[:, None].expand(-1, longest, -1) for x in user]]
             for part, side, numbers in ((0, "candidate", of_item), (1, "request", of_user)):
                 if numbers:
@@ -225,9 +244,9 @@ class Padded:
             x += pairs((a, b) for a in own for b in theirs)
             wide += pairs((a, b) for i, a in enumerate(theirs) for b in theirs[i + 1 :])
         met = self.meeting(x, wide)
-        met = (self.crossed(met, "body.crossed") if self.config["cross"] == "dcn" else met.relu())[there]
+        met = (self.crossed(met, "body.crossed") if cross == "dcn" else met.relu())[there]
         towers = self.of("body.towers")
-        if (kind := self.config["experts"]) is None:
+        if (kind := self.config.get("experts")) is None:
             found = grouped_mlp(met, towers)
         else:
             experts = self.of("body.experts")

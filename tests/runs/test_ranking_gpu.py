@@ -58,6 +58,7 @@ def test_a_run_on_the_gpu_repeats(tmp_path: Path) -> None:
 #: Models by name, and options that show more of them than their defaults do.
 OPTIONS: dict[str, dict[str, Any]] = {
     "ranking": {},
+    "din": {"attention_sizes": [8, 4]},
     "dlrm": {},
     "dlrm-hstu": {"cross": "dot"},
     "dcnv2": {"structure": "parallel", "cross_rank": 3, "cross_experts": 2},

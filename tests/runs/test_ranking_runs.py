@@ -424,7 +424,7 @@ def test_a_configuration_of_the_other_job_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
         RankingConfig(head="sampled", data={"label": "click", "max_seq_len": 3})
     assert str(error.value).splitlines() == [
-        f"{name}: belongs to model.name sasrec, hstu or bert4rec, not to ranking, dlrm, dcnv2, wukong, mmoe or dlrm-hstu"
+        f"{name}: belongs to model.name sasrec, hstu or bert4rec, not to ranking, dlrm, dcnv2, wukong, mmoe, dlrm-hstu or din"
         for name in ("head", "data.max_seq_len")
     ]
 

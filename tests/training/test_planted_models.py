@@ -32,6 +32,7 @@ CLICKS: dict[str, dict[str, Any]] = {
     "dcnv2": {"cross_rank": 16, "cross_layers": 2, "layer_sizes": [32, 16]},
     "wukong": {"num_layers": 1, "num_fm_tokens": 4, "num_linear_tokens": 4, "rank": 4, "hidden_sizes": [32], "top_sizes": [32]},
     "mmoe": {"cross": "dot", "num_layers": 0, "num_time_buckets": None, "layer_sizes": [32, 16], "expert_sizes": [16]},
+    "din": {"attention_sizes": [32, 16], "layer_sizes": [64, 32]},
     "dlrm-hstu": {"cross": "dot", "num_layers": 1, "num_time_buckets": None, "layer_sizes": [32, 16]},
 }
 #: How far below the attainable AUC; a model that ignores histories is 0.03 below.
