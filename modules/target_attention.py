@@ -149,7 +149,8 @@ class TargetAttention(JaggedModule):
         # Blocks of a row's hidden units for one target after the other: all units of a pair lie side by side.
         hidden = jagged_jagged_bmm_jagged_out(longer, matrix, offsets, ends * width, num_pairs * width)
         weights = self._weights(hidden.view(num_pairs, width), others)
-        weights = weights[_turned(starts, offsets, ends, num_pairs)]
+        # By this selection gradients are added in any order; each weight has one place, so that its gradient is one number.
+        weights = weights.index_select(0, _turned(starts, offsets, ends, num_pairs))
         if self.softmax:
             weights = jagged2_softmax(weights, ends, offsets)
         return array_jagged_bmm_jagged_out(weights, values, ends, offsets, rows.shape[0])

@@ -84,9 +84,6 @@ class Batch:
         history_lists: the lists of ids that events show, by name, a sample an event: so their lengths are `[H]` a column, and
             what pools them gives `[H, D]`; None where events show none.
         sampled: whether there are drawn negatives. Figures of such batches depend on the draws, and say so.
-        pairs: of each key of `features`, how many pairs of a candidate and an id of its request there are: numbers that stay on
-            the host, for who makes such pairs would have to wait for the device. None: nobody knows. Who changes ids or
-            candidates sets it to None.
     """
 
     features: KeyedJaggedTensor
@@ -115,7 +112,6 @@ class Batch:
     history_label_mask: Tensor | None = None
     history_lists: KeyedJaggedTensor | None = None
     sampled: bool = False
-    pairs: dict[str, int] | None = None
 
     # The memory of which all tensors are views, and the keys of the KeyedJaggedTensors; None where a field was set.
     _together: ClassVar[tuple[Packed, Mapping[str, list[str]]] | None]
@@ -165,15 +161,26 @@ class Batch:
         if "history_times" in collected:
             strides["history_lists"] = collected["history_times"].numel()
         keyed = {name: _keyed_tensor(of, collected, name, strides[name], counts[name]) for name, of in keys.items()}
-        plain = {one.name: collected.get(one.name) for one in fields(cls) if one.name not in (*keyed, "sampled", "pairs")}
-        pairs = dict(zip(keys["features"], counts["pairs"], strict=True))
-        return cls(**{**plain, **keyed}, sampled=sampled, pairs=pairs)  # type: ignore[arg-type]
+        plain = {one.name: collected.get(one.name) for one in fields(cls) if one.name not in (*keyed, "sampled")}
+        return cls(**{**plain, **keyed}, sampled=sampled)  # type: ignore[arg-type]
 
     @property
     def candidate_requests(self) -> Tensor:
         """The place in the batch of each candidate's request, int64 `[S]`: what is the request's is read by it."""
         places = torch.arange(self.candidate_offsets.numel() - 1, device=self.candidate_offsets.device)
         return torch.repeat_interleave(places, self.candidate_offsets.diff(), output_size=self.rows.numel())
+
+    @property
+    def pairs(self) -> dict[str, int] | None:
+        """Of each key of `features`, how many pairs of a candidate and an id of its request there are.
+
+        The numbers stay on the host, for who makes such pairs would have to wait for the device. None: nobody knows, as of a
+        batch of which a field was set.
+        """
+        if self._together is None:
+            return None
+        packed, keys = self._together
+        return dict(zip(keys["features"], packed.counts["pairs"], strict=True))
 
     def candidate_ids(self, name: str) -> Tensor:
         """The ids of a column that has one for each candidate, int64 `[S]`, whether it stands in `features` or in `candidates`.
@@ -204,7 +211,7 @@ class Batch:
             return Batch.of(packed.mapped(change), keys, sampled=self.sampled)
         found: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
         changed: dict[str, Any] = {
-            name: value if value is None or isinstance(value, (bool, dict)) else change(value) for name, value in found.items()
+            name: value if value is None or isinstance(value, bool) else change(value) for name, value in found.items()
         }
         for value in changed.values():
             # TorchRec keeps what was asked for by key, on the device where that was.

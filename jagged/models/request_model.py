@@ -463,9 +463,9 @@ class _Scorer(JaggedModule):
         for history in cast("list[HistoryEncoder]", self.histories):
             ids = [rows(key) for key in history.keys]
             shown, times, weights = self._shown(batch, ids, bags) if history.is_gathered else (ids[0], None, None)
-            # On the host nobody has to wait for what the offsets say.
-            pairs = None if batch.pairs is None or shown.values().is_cpu else batch.pairs[history.keys[0]]
-            mean, read = history(shown, queries, times, weights, pairs)
+            # On a CPU nobody waits for what offsets say.
+            known = None if shown.values().is_cpu else batch.pairs
+            mean, read = history(shown, queries, times, weights, None if known is None else known[history.keys[0]])
             # The ids stand first in what is shown, so that nothing is kept for their means that is not kept anyway.
             widths = [one.values().shape[1] for one in ids]
             requests += weighted_mean(self.mean, shown, weights)[:, : sum(widths)].split(widths, 1)

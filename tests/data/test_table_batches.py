@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import subprocess
 import sys
@@ -37,6 +38,8 @@ def test_a_batch_has_everything_and_nothing_is_padded() -> None:
     }  # fmt: skip
     # Of one candidate each.
     assert train.pairs == {name: int(features[name].lengths().sum()) for name in features}
+    assert train.to(torch.device("cpu")).pairs == train.pairs
+    assert dataclasses.replace(train, weights=2 * train.weights).pairs is None
     # Item ids a, z, b are 2, 3, 4; a missing list is one missing id, an empty one has none.
     assert features["items"].values().tolist() == [0, 2, 0, 3]
     assert features["place"].values().tolist() == [3, 2, 0]
