@@ -68,7 +68,8 @@ class DIN(RequestModel):
     Candidates and events are jagged, and nothing is padded or copied for pairs. The network's first layer is linear in the event
     once the candidate is fixed: with P pairs of a candidate and an event of its request, S candidates and H the first of
     `attention_sizes`, it is made as `[P, H]` of the events as they stand and `[S H, D + 1]` numbers of the candidates. In float32
-    and with the default sizes a training step keeps 640 bytes a pair, and `64 (D + 1) 4` bytes a candidate.
+    and with the default sizes a training step keeps 640 bytes a pair, and `64 (D + 1) 4` bytes a candidate. On a GPU the number
+    of pairs is read of `Batch.pairs`; of a batch without it each history waits for the device once.
 
     Args:
         inputs: what batches have; `DIN.of` finds it out.
