@@ -204,7 +204,8 @@ def test_options_without_effect_are_not_written_down() -> None:
         ("[head]\ntype = ['sampled']", "head.type: got ['sampled'], expected cross-entropy, sampled, scalable or group-sparse"),
         (
             "[model]\nname = 'bert'",
-            "model.name: got 'bert', expected bert4rec, dcnv2, dlrm, hstu, mmoe, multilabel, ranking, sasrec or wukong",
+            "model.name: got 'bert', expected bert4rec, dcnv2, din, dlrm, dlrm-hstu, hstu, mmoe, multilabel, ranking, sasrec or "
+            "wukong",
         ),
         ("split = 'random'", "split.type: got 'random', expected leave-one-out or global-time"),
         (
@@ -273,7 +274,7 @@ def test_a_model_brings_options_of_its_own(tmp_path: Path) -> None:
     assert parse_assignments(["model=wide", "model.width=5"]) == {"model.name": "wide", "model.width": 5}
     assert refusal(model={"width": 3}) == "model.width: belongs to model.name wide, got sasrec"
     assert refusal(model={"name": "wide", "width": 0}) == f"model.width: got 0, {_WHOLE}"
-    known = "bert4rec, dcnv2, dlrm, hstu, mmoe, multilabel, ranking, sasrec, wide or wukong"
+    known = "bert4rec, dcnv2, din, dlrm, dlrm-hstu, hstu, mmoe, multilabel, ranking, sasrec, wide or wukong"
     assert refusal(model="wider") == f"model.name: got 'wider', expected {known}"
     expected = "head.type: got group-sparse, expected another head for wide, or model.name sasrec or hstu"
     assert refusal(model="wide", head="group-sparse") == expected

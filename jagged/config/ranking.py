@@ -256,6 +256,29 @@ class MixtureOptions(RankingOptions):
     expert_layers: int = option(1, "layers of experts", when={"experts": ("ple",)}, ge=1)
 
 
+class DLRMHSTUOptions(RankingOptions):
+    """DLRM-HSTU: candidates are targets behind the history, in gated attention without softmax."""
+
+    name: Literal["dlrm-hstu"] = option("dlrm-hstu", "the model to train")  # type: ignore[assignment]
+    cross: Literal["dcn", "dot", "none"] = option("none", "how features are crossed")
+    num_layers: int = option(2, "blocks over the history and the candidates behind it", ge=1)
+    num_time_buckets: int | None = option(64, "buckets of the time between events; none for none", ge=1)
+
+
+class DINOptions(RequestModelOptions):
+    """DIN: each candidate sums its history, every event by a weight that a small network makes of both."""
+
+    name: Literal["din"] = option("din", "the model to train")
+    embedding_dim: int = option(16, "width of embedding tables and of the history", ge=1)
+    attention_sizes: tuple[int, ...] = option(
+        (64, 16), "widths of the hidden layers of the network that weighs an event for a candidate; may be repeated"
+    )
+    activation: Literal["silu", "relu", "gelu"] = option("silu", "what follows these layers")
+    layer_sizes: tuple[int, ...] = option(
+        (128, 64), "widths: where request and candidate meet, then of each task's hidden layers; may be repeated"
+    )
+
+
 class DLRMOptions(RequestModelOptions):
     """DLRM: products of pairs of features, and a perceptron over them."""
 

@@ -52,6 +52,8 @@ from jagged.config.ranking import (
     ByTime,
     ByUser,
     DCNv2Options,
+    DINOptions,
+    DLRMHSTUOptions,
     DLRMOptions,
     LastOfUser,
     MixtureOptions,
@@ -90,7 +92,7 @@ SECTIONS: dict[str, list[type[Section]]] = {
 RANKING_SECTIONS: dict[str, list[type[Section]]] = {
     "data": [TableOptions],
     "split": [ByTime, ByOrder, ByUser, ByColumn, LastOfUser],
-    "model": [RankingOptions, DLRMOptions, DCNv2Options, WukongOptions, MixtureOptions],
+    "model": [RankingOptions, DLRMOptions, DCNv2Options, WukongOptions, MixtureOptions, DLRMHSTUOptions, DINOptions],
     "training": [RankingTrainingOptions],
     "evaluation": [RankingEvaluationOptions],
 }

@@ -18,7 +18,7 @@ from jagged.data.expressions import LISTS
 from jagged.data.histories import spread
 from jagged.data.logs import Columns, EventLog
 from jagged.data.negatives import UNIFORM, Drawing, TrainingEvents
-from jagged.data.packed import Packed
+from jagged.data.packed import COUNTS, Packed
 from jagged.data.records import Dataset
 from jagged.data.schema import WITH_IDS, Column, Kind, Schema
 from jagged.data.slots import copied_to
@@ -169,6 +169,18 @@ class Batch:
         """The place in the batch of each candidate's request, int64 `[S]`: what is the request's is read by it."""
         places = torch.arange(self.candidate_offsets.numel() - 1, device=self.candidate_offsets.device)
         return torch.repeat_interleave(places, self.candidate_offsets.diff(), output_size=self.rows.numel())
+
+    @property
+    def pairs(self) -> dict[str, int] | None:
+        """Of each key of `features`, how many pairs of a candidate and an id of its request there are.
+
+        The numbers stay on the host, for who makes such pairs would have to wait for the device. None: nobody knows, as of a
+        batch of which a field was set.
+        """
+        if self._together is None:
+            return None
+        packed, keys = self._together
+        return dict(zip(keys["features"], packed.counts["pairs"], strict=True))
 
     def candidate_ids(self, name: str) -> Tensor:
         """The ids of a column that has one for each candidate, int64 `[S]`, whether it stands in `features` or in `candidates`.
@@ -532,6 +544,8 @@ class Part:
             self._keyed(found, name, rows)
         start, stop = self._views(rows.first, max_history)
         self._keyed(found, "features", rows, start, stop, max_history)
+        lengths = found["features.lengths"].reshape(len(self._keys("features")), len(rows.counts))
+        found[f"pairs{COUNTS}"] = lengths @ rows.counts
         if (log := dataset.events) is not None:
             self._history(found, log, log.rows(spread(start, stop - start)), unseen)
         return Packed.of({name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in found.items()}, allocate)

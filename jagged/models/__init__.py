@@ -17,7 +17,9 @@ warn_of_problems()
 
 from jagged.models.bert4rec import BERT4Rec  # noqa: E402
 from jagged.models.dcnv2 import DCNv2  # noqa: E402
+from jagged.models.din import DIN  # noqa: E402
 from jagged.models.dlrm import DLRM  # noqa: E402
+from jagged.models.dlrm_hstu import DLRMHSTU  # noqa: E402
 from jagged.models.experts import PLE, EPNet, GateUnit, GroupedLinear, GroupedMLP, MMoE, PPNet  # noqa: E402
 from jagged.models.features import RankingInputs  # noqa: E402
 from jagged.models.heads import build_head, build_output  # noqa: E402
@@ -47,7 +49,9 @@ from jagged.models.wukong import WukongModel  # noqa: E402
 _MODELS: dict[str, Callable[..., nn.Module]] = {
     "bert4rec": BERT4Rec,
     "dcnv2": DCNv2,
+    "din": DIN,
     "dlrm": DLRM,
+    "dlrm-hstu": DLRMHSTU,
     "hstu": HSTU,
     "mmoe": MixtureModel,
     "multilabel": MultiLabelModel,
@@ -61,7 +65,9 @@ REQUEST_MODELS: dict[str, type[RequestModel]] = {
 }
 
 __all__ = [
+    "DIN",
     "DLRM",
+    "DLRMHSTU",
     "HSTU",
     "PLE",
     "REQUEST_MODELS",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -187,6 +187,29 @@ def check_tables(inputs: RankingInputs) -> None:
         raise ValueError("inputs: got no column of ids or numbers, expected something to learn from")
 
 
+def check_histories(inputs: RankingInputs, model: str) -> None:
+    """Refuse inputs of a model whose candidates read histories where there is none, or where candidates have no columns.
+
+    Args:
+        inputs: of the model.
+        model: its registered name.
+
+    Raises:
+        ValueError: no history, or no column of the candidates.
+    """
+    if not inputs.histories:
+        raise ValueError(
+            f"inputs: got no history, expected one that candidates of {model} read; give the table user, candidate and time with "
+            'history="events", or a list of the candidate\'s ids, or take another model'
+        )
+    names = ("candidate_ids", "candidates", "weighted_candidates", "candidate_numbers", "candidate_number_lists")
+    if not any(getattr(inputs, name) for name in names):
+        raise ValueError(
+            f"inputs: got no column of the candidates, expected one by which candidates of {model} read their history; say which "
+            "columns are theirs by candidate= or candidate_columns= when the table is read, or take another model"
+        )
+
+
 def module_names(tables: Iterable[str]) -> dict[str, str]:
     """A name for each table that torch takes for a module: without dots, and none of `nn.ModuleDict`'s attributes."""
     names: dict[str, str] = {}
@@ -274,8 +297,22 @@ class NumberLists(Numbers):
         return super().forward(total / count.clamp(min=1), count == 0)
 
 
-class History(JaggedModule):
-    """Events of a request, encoded: their mean, and what candidates read of them; `keys` have the ids that events show."""
+class HistoryEncoder(JaggedModule):
+    """What a model makes of one history: a vector of the request, and what each candidate reads of it.
+
+    Args:
+        keys: of the ids that events show; the first has as many as there are events.
+        in_features: width of all that events show.
+        config: of the model.
+        has_candidates: whether there are columns of the candidates, and so queries.
+        is_gathered: whether it is the history of events, which have times, and not a list of ids.
+        device: where parameters live.
+
+    Attributes:
+        has_mean: whether there is a vector of the request.
+    """
+
+    has_mean: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -288,6 +325,43 @@ class History(JaggedModule):
     ) -> None:
         super().__init__()
         self.keys, self.is_gathered = list(keys), is_gathered
+
+    def forward(
+        self,
+        x: JaggedTensor,
+        queries: JaggedTensor | None,
+        times: tuple[Tensor, Tensor] | None = None,
+        weights: Tensor | None = None,
+        num_pairs: int | None = None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Encode the events.
+
+        Args:
+            x: values `[sum L, in_features]`.
+            queries: of the candidates, values `[S, embedding_dim]`; None where there are none.
+            times: of the events `[sum L]` and of the requests `[R]`, int64; None where events have none.
+            weights: `[sum L]`, how much events count in the mean; None for 1.
+            num_pairs: of a candidate and an event of its request, `sum n L` over the requests; None where the host does not know.
+
+        Returns:
+            The mean `[R, embedding_dim]`, where there is one, and what each candidate reads, `[S, embedding_dim]` or None.
+        """
+        raise NotImplementedError
+
+
+class History(HistoryEncoder):
+    """Events encoded by transformer blocks: their mean, and what candidates read of them by attention."""
+
+    def __init__(
+        self,
+        keys: Iterable[str],
+        in_features: int,
+        config: Mapping[str, Any],
+        has_candidates: bool,
+        is_gathered: bool,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__(keys, in_features, config, has_candidates, is_gathered, device)
         width, heads, buckets = config["embedding_dim"], config["num_heads"], config["num_time_buckets"]
         self.projection = nn.Linear(in_features, width, device=device)
         self.positions = PositionalEncoding(config["max_history"], width, device=device)
@@ -305,18 +379,9 @@ class History(JaggedModule):
         queries: JaggedTensor | None,
         times: tuple[Tensor, Tensor] | None = None,
         weights: Tensor | None = None,
+        num_pairs: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Encode the events.
-
-        Args:
-            x: values `[sum L, in_features]`.
-            queries: of the candidates, values `[S, embedding_dim]`; None where there are none.
-            times: of the events `[sum L]` and of the requests `[R]`, int64; None where events have none.
-            weights: `[sum L]`, how much events count in the mean; None for 1.
-
-        Returns:
-            The mean `[R, embedding_dim]`, and what each candidate reads, `[S, embedding_dim]` or None.
-        """
+        """Return the mean and what candidates read."""
         x = self.positions(with_values(x, self.projection(x.values())))
         x = x if self.times is None or times is None else self.times(x, *times)
         for block in self.blocks:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
 from jagged.models.bodies import GeneralBody
-from jagged.models.features import RankingInputs
+from jagged.models.features import History, HistoryEncoder, RankingInputs
 from jagged.models.request_model import RequestModel
 
 
@@ -71,6 +71,9 @@ class RankingModel(RequestModel):
         ['next']
     """
 
+    #: What encodes a history.
+    encoder: ClassVar[type[HistoryEncoder]] = History
+
     def __init__(
         self,
         inputs: RankingInputs | Mapping[str, Any],
@@ -113,7 +116,7 @@ class RankingModel(RequestModel):
             sizes,
             own=own,
             make_body=GeneralBody,
-            encodes_histories=True,
+            encoder=self.encoder,
             embedding_dim=embedding_dim,
             table_dims=table_dims,
             device=device,

@@ -19,7 +19,7 @@ from jagged.evaluation import evaluating
 from jagged.models.bodies import Vectors, Widths
 from jagged.models.features import (
     POOLED,
-    History,
+    HistoryEncoder,
     NumberLists,
     Numbers,
     RankingInputs,
@@ -53,7 +53,7 @@ class RequestModel(Task):
 
     Ids are looked up: `features` that are the request's are pooled by means, those of candidates and histories row by row, and
     `candidates`, lists of events and lists with weights (sums) in tables of their own. Histories are encoded as
-    `RankingModel` says, or are the means of what is known of their events: ids, lists, numbers and labels. A body makes logits
+    the model says, or are the means of what is known of their events: ids, lists, numbers and labels. A body makes logits
     of all that.
 
     Tables begin as TorchRec's do, evenly from -1 to 1 over the root of their rows: of many ids, each of which is seen seldom, the
@@ -75,8 +75,7 @@ class RequestModel(Task):
         own: the subclass's arguments, as plain values.
         make_body: makes of `jagged.models.bodies.Widths`, the number of tasks, `config` and a device what makes logits `[S, T]`
             of `jagged.models.bodies.Vectors`.
-        encodes_histories: whether histories are encoded, by `num_layers, num_heads, max_history, num_time_buckets` and `dropout`
-            of `own`.
+        encoder: what histories are encoded by, for which `own` has its options; None for their means.
         embedding_dim: width of tables.
         table_dims: widths of single tables.
         tasks: labels to learn; None for all.
@@ -121,7 +120,7 @@ class RequestModel(Task):
         *,
         own: Mapping[str, Any],
         make_body: Callable[[Widths, int, Mapping[str, Any], torch.device | str | None], nn.Module],
-        encodes_histories: bool = False,
+        encoder: type[HistoryEncoder] | None = None,
         embedding_dim: int = 16,
         table_dims: Mapping[str, int] | None = None,
         tasks: Sequence[str] | None = None,
@@ -175,7 +174,7 @@ class RequestModel(Task):
         for table, keys in inputs.sequences.items():
             by_width.setdefault(widths[table], []).append(EmbeddingConfig(**options(table, keys)))
         self.sequences = nn.ModuleList(EmbeddingCollection(tables=of, device=where) for of in by_width.values())
-        self.scorer = _Scorer(inputs, widths, self.config, make_body, encodes_histories, device)
+        self.scorer = _Scorer(inputs, widths, self.config, make_body, encoder, device)
         self.negative_rate = 1.0 if negative_rate is None else negative_rate
 
     @classmethod
@@ -429,7 +428,7 @@ class _Scorer(JaggedModule):
         widths: Mapping[str, int],
         config: Mapping[str, Any],
         make_body: Callable[..., nn.Module],
-        encodes_histories: bool,
+        encoder: type[HistoryEncoder] | None,
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
@@ -461,18 +460,20 @@ class _Scorer(JaggedModule):
         self.mean = JaggedPooling(dim, "mean")
         self.histories = nn.ModuleList()
         known = sum(candidates) + beside["candidate"]
-        for keys in inputs.histories if encodes_histories else ():
+        for keys in inputs.histories:
+            if encoder is None:
+                continue
             is_gathered = keys is inputs.history
             events = sum(of(keys))
             if is_gathered:
                 events += sum(of(inputs.history_lists)) + beside["history"] + 2 * inputs.history_labels
-            self.histories.append(History(keys, events, config, known > 0, is_gathered, device))
+            self.histories.append(encoder(keys, events, config, known > 0, is_gathered, device))
         # One of the candidates' features for all histories, whose attention projects it anew.
         self.query = nn.Linear(known, dim, device=device) if len(self.histories) and known else None
         of_request = beside["request"]
         for keys in inputs.histories:
-            requests += [*of(keys), *([dim] if encodes_histories else [])]
-            if not encodes_histories and keys is inputs.history:
+            requests += [*of(keys), *([dim] if encoder is not None and encoder.has_mean else [])]
+            if encoder is None and keys is inputs.history:
                 requests += self._list_widths
                 of_request += beside["history"] + 2 * inputs.history_labels
         candidates += [dim] * len(self.histories) if self.query is not None else []
@@ -543,13 +544,16 @@ class _Scorer(JaggedModule):
             *vectors, others = weighted_mean(self.mean, shown, weights).split([*widths, shown.values().shape[1] - sum(widths)], 1)
             requests += vectors
             of_request += [others] if others.shape[1] else []
-        for history in cast("list[History]", self.histories):
+        for history in cast("list[HistoryEncoder]", self.histories):
             ids = [rows(key) for key in history.keys]
             shown, times, weights = self._shown(batch, ids, bags) if history.is_gathered else (ids[0], None, None)
-            mean, read = history(shown, queries, times, weights)
+            # On a CPU nobody waits for what offsets say.
+            known = None if shown.values().is_cpu else batch.pairs
+            mean, read = history(shown, queries, times, weights, None if known is None else known[history.keys[0]])
             # The ids stand first in what is shown, so that nothing is kept for their means that is not kept anyway.
             widths = [one.values().shape[1] for one in ids]
-            requests += [*weighted_mean(self.mean, shown, weights)[:, : sum(widths)].split(widths, 1), mean]
+            requests += weighted_mean(self.mean, shown, weights)[:, : sum(widths)].split(widths, 1)
+            requests += [] if mean is None else [mean]
             candidates += [] if read is None else [read]
         offsets, of_rows = batch.candidate_offsets, [*candidates, *of_candidate]
 

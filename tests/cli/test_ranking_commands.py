@@ -133,8 +133,8 @@ def test_labels_beyond_0_and_1_are_refused_with_the_cure(
     )
     assert run(monkeypatch, "train", "--data", ratings, "--label", "rating", "--data.max-seq-len", 3) == 2
     assert capsys.readouterr().err == (
-        "jagged: --data.max-seq-len: belongs to --model.name sasrec, hstu or bert4rec, not to ranking, dlrm, dcnv2, wukong or "
-        "mmoe\n"
+        "jagged: --data.max-seq-len: belongs to --model.name sasrec, hstu or bert4rec, not to ranking, dlrm, dcnv2, wukong, "
+        "mmoe, dlrm-hstu or din\n"
     )
 
 

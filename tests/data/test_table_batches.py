@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import subprocess
 import sys
@@ -35,6 +36,10 @@ def test_a_batch_has_everything_and_nothing_is_padded() -> None:
         "user": [1, 1, 1], "item": [1, 1, 1], "place": [1, 1, 1], "kind": [1, 1, 1], "items": [1, 3, 0],
         "history.item": [2, 0, 1], "history.place": [2, 0, 1], "history.kind": [2, 0, 1],
     }  # fmt: skip
+    # Of one candidate each.
+    assert train.pairs == {name: int(features[name].lengths().sum()) for name in features}
+    assert train.to(torch.device("cpu")).pairs == train.pairs
+    assert dataclasses.replace(train, weights=2 * train.weights).pairs is None
     # Item ids a, z, b are 2, 3, 4; a missing list is one missing id, an empty one has none.
     assert features["items"].values().tolist() == [0, 2, 0, 3]
     assert features["place"].values().tolist() == [3, 2, 0]

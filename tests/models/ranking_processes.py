@@ -21,7 +21,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from jagged.models import DLRM, DCNv2, MixtureModel, RankingModel, RequestModel, TaskOutput, WukongModel
+from jagged.models import DIN, DLRM, DLRMHSTU, DCNv2, MixtureModel, RankingModel, RequestModel, TaskOutput, WukongModel
 from jagged.modules import JaggedModule, ScheduledEmbeddingBagCollectionSharder
 from tests.models.shops import shop
 from tests.processes import fork
@@ -34,8 +34,12 @@ CASES: dict[str, dict[str, Any]] = {
     "dcnv2": {"table_dims": {"item": 12, "tags": 4}, "cross_rank": 3, "cross_experts": 2, "layer_sizes": (12,)},
     "wukong": {"num_fm_tokens": 3, "num_linear_tokens": 2, "rank": 2, "hidden_sizes": (6,), "top_sizes": (7,)},
     "mmoe": {"experts": "ple", "num_experts": 2, "expert_sizes": (6,)},
+    "dlrm-hstu": {"layer_sizes": (12,), "conditional": {"buy": "click"}},
+    "din": {"layer_sizes": (12,), "attention_sizes": (6, 4)},
 }
-CLASSES: dict[str, type[RequestModel]] = {"dlrm": DLRM, "dcnv2": DCNv2, "wukong": WukongModel, "mmoe": MixtureModel}
+CLASSES: dict[str, type[RequestModel]] = {
+    "dlrm": DLRM, "dcnv2": DCNv2, "wukong": WukongModel, "mmoe": MixtureModel, "dlrm-hstu": DLRMHSTU, "din": DIN,
+}  # fmt: skip
 
 
 class Share(JaggedModule):

@@ -25,7 +25,9 @@ from jagged.data import DataError, Dataset
 from jagged.data.table_batches import Batch
 from jagged.data.table_splits import Split
 from jagged.models import (
+    DIN,
     DLRM,
+    DLRMHSTU,
     DCNv2,
     MixtureModel,
     RankingInputs,
@@ -94,6 +96,23 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
         {"class": DCNv2, "structure": "parallel", "cross_rank": 3, "cross_experts": 2, "cross_layers": 2},
     ),
     "wukong": ((), {"beside": True}, {"class": WukongModel, "table_dims": {"item": 6, "tags": 4, "topics": 2}, **WUKONG, **BUY}),
+    "dlrm-hstu": ((), {"beside": True}, {"class": DLRMHSTU, "table_dims": {"item": 6, "tags": 4, "topics": 2}, **BUY}),
+    "dlrm-hstu of lists and events": (
+        LISTS,
+        {"history": "events"},
+        {"class": DLRMHSTU, "histories": ["tags", "liked"], "cross": "dot", "num_layers": 1, "max_history": 2},
+    ),
+    "dlrm-hstu without times": (
+        PLAIN,
+        {"history": "events"},
+        {"class": DLRMHSTU, "num_time_buckets": None, "experts": "mmoe", "num_experts": 2, "expert_sizes": (5,)},
+    ),
+    "din": ((), {"beside": True}, {"class": DIN, "table_dims": {"item": 6, "tags": 4, "topics": 2}, **BUY}),
+    "din of lists and events": (
+        LISTS,
+        {"history": "events"},
+        {"class": DIN, "histories": ["tags", "liked"], "attention_sizes": (5,), "activation": "gelu"},
+    ),
     "wukong of requests alone": (("user", "type", "age", "click"), {}, {"class": WukongModel, **WUKONG}),
 }
 #: Options that tests have of all models of a class.
@@ -101,7 +120,9 @@ COMMON: dict[type[RequestModel], dict[str, Any]] = {
     RankingModel: {"layer_sizes": (12, 6)},
     MixtureModel: {"layer_sizes": (12, 6)},
     DCNv2: {"layer_sizes": (12, 6)},
+    DIN: {"layer_sizes": (12, 6), "attention_sizes": (5, 3)},
     DLRM: {},
+    DLRMHSTU: {"layer_sizes": (12, 6)},
     WukongModel: {},
 }
 #: Those that other variants cover in part.
@@ -177,6 +198,24 @@ def test_is_the_padded_twin(splits: dict[str, Split], name: str, data: st.DataOb
     expected = gradients(loss, model)
     for key, found in gradients(out.loss, model).items():
         torch.testing.assert_close(found, expected[key], rtol=1e-8, atol=1e-10, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("name", [name for name, (columns, *_) in VARIANTS.items() if not columns or "request" in columns])
+def test_a_score_does_not_depend_on_the_other_candidates(splits: dict[str, Split], name: str) -> None:
+    """Nor on their number: each candidate alone in its request has the logits that it has among all."""
+    split, model = of_variant(splits, name)
+    model = doubled(model).eval()
+    every = split.train.gather(range(len(split.train)))
+    assert every.candidate_offsets.diff().max() > 3
+    expected = dict(zip(every.rows.tolist(), torch.stack(list(model.logits(every).values()), 1), strict=True))
+    offsets, rows = split.train.requests
+    for place in range(3):
+        chosen = offsets[:-1] + place
+        alone = dataclasses.replace(split.train, rows=np.sort(rows[chosen[chosen < offsets[1:]]]))
+        batch = alone.gather(range(len(alone)))
+        assert len(batch) == len(batch.rows)
+        found = torch.stack(list(model.logits(batch).values()), 1)
+        torch.testing.assert_close(found, torch.stack([expected[row] for row in batch.rows.tolist()]), rtol=1e-9, atol=1e-10)
 
 
 @every_variant
@@ -347,9 +386,9 @@ def test_ranks_run_evenly_between_the_borders(count: int) -> None:
 # What is refused.
 
 
-def refused(*names: str, reading: Any = None, **options: Any) -> str:
+def refused(*names: str, reading: Any = None, kind: type[RequestModel] = RankingModel, **options: Any) -> str:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole line is compared
-        RankingModel.of(shop(*names, **(reading or {})), **options)
+        kind.of(shop(*names, **(reading or {})), **options)
     return str(caught.value)
 
 
@@ -391,6 +430,30 @@ def test_options_that_do_not_fit_are_refused() -> None:
         RankingModel(RankingInputs(features={"user": "user"}, candidates={"item": "item"}), {"user": 3})
     with pytest.raises(ValueError, match=r"^inputs: got no column of ids or numbers, expected something to learn from$"):
         RankingModel(RankingInputs(), {})
+
+
+def test_models_whose_candidates_read_histories_need_both() -> None:
+    """By name, and before anything is made."""
+    names = ("user", "item", "time", "click")
+    for kind, name in ((DLRMHSTU, "dlrm-hstu"), (DIN, "din")):
+        assert refused(*names, kind=kind) == (
+            f"inputs: got no history, expected one that candidates of {name} read; give the table user, candidate and time with "
+            'history="events", or a list of the candidate\'s ids, or take another model'
+        )
+        assert refused("time", "liked", "click", kind=kind, histories=["liked"]) == (
+            f"inputs: got no column of the candidates, expected one by which candidates of {name} read their history; say which "
+            "columns are theirs by candidate= or candidate_columns= when the table is read, or take another model"
+        )
+    for sizes in ("attention_sizes", "layer_sizes"):
+        assert refused(*names, reading={"history": "events"}, kind=DIN, **{sizes: []}) == (
+            f"{sizes}: expected the width of at least one layer, got none"
+        )
+    assert refused(*names, reading={"history": "events"}, kind=DIN, activation="dice") == (
+        "activation: got 'dice', expected one of 'relu', 'silu', 'gelu'"
+    )
+    assert refused(*names, reading={"history": "events"}, kind=DLRMHSTU, num_layers=0) == (
+        "num_layers: got 0, expected 1 or more; without a block candidates read no history"
+    )
 
 
 def test_histories_that_are_no_lists_of_the_request_are_refused() -> None:
@@ -475,9 +538,15 @@ def test_under_autocast(splits: dict[str, Split], name: str) -> None:
     [
         *(
             pytest.param(name, marks=pytest.mark.long)
-            for name in ("everything", "everything by dots", "experts of tasks", "dlrm")
+            for name in ("everything", "everything by dots", "experts of tasks", "dlrm", "dlrm-hstu", "din")
         ),
-        *("requests alone", "wukong of requests alone", "dcnv2 in parallel"),
+        *(
+            "requests alone",
+            "wukong of requests alone",
+            "dcnv2 in parallel",
+            "dlrm-hstu without times",
+            "din of lists and events",
+        ),
     ],
 )
 def test_is_compiled(splits: dict[str, Split], name: str) -> None:
@@ -500,7 +569,16 @@ def given_to(split: Split) -> list[Batch]:
     return [gather(range(20)), gather(range(20, 27), max_history=2), gather([0]), gather([3, 0], max_history=0)]
 
 
-OF_NAMES = ("experts", "experts of tasks", "dlrm", "dcnv2", "wukong of requests alone")
+OF_NAMES = (
+    "experts",
+    "experts of tasks",
+    "dlrm",
+    "dcnv2",
+    "wukong of requests alone",
+    "dlrm-hstu",
+    "din",
+    "din of lists and events",
+)
 SERVED = ("everything", "lists as histories", "requests alone", *OF_NAMES)
 
 
@@ -668,7 +746,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("case", ["dcn", "dot", "dlrm", "dcnv2", "wukong", "mmoe"])
+@pytest.mark.parametrize("case", ["dcn", "dot", "dlrm", "dcnv2", "wukong", "mmoe", "dlrm-hstu", "din"])
 def test_two_processes_of_torchrecs_pipeline_train_as_one_does(processes: dict[str, Any], case: str) -> None:
     """Tables in every way of sharding, requests and candidates of other numbers in each process."""
     found = processes[case]

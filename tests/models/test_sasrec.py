@@ -142,7 +142,7 @@ def test_meta_device_reset_and_registry() -> None:
     again = build("sasrec", **model.config)
     assert again.config == model.config
     assert set(twin_names(2)) == {name for name, _ in again.named_parameters()}
-    known = "bert4rec, dcnv2, dlrm, hstu, mmoe, multilabel, ranking, sasrec, wukong"
+    known = "bert4rec, dcnv2, din, dlrm, dlrm-hstu, hstu, mmoe, multilabel, ranking, sasrec, wukong"
     with pytest.raises(ValueError, match=f"model: got 'gru4rec', expected one of {known}"):
         build("gru4rec", num_items=3)
 

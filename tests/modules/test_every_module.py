@@ -129,6 +129,9 @@ CASES = {
     ),
     "interaction": Case(JaggedFeatureInteraction, lambda module, x: module(x.rows, x.targets)),
     "target attention": Case(lambda: TargetAttention(DIM, (6, 4)), lambda module, x: module(x.rows, x.targets)),
+    "target attention of jagged targets": Case(
+        lambda: TargetAttention(DIM, (6, 4), activation="silu"), lambda module, x: module(x.rows, x.rows).values()
+    ),
     **{
         f"{kind} pooling": Case(functools.partial(JaggedPooling, DIM, kind), lambda module, x: module(x.rows))
         for kind in ("sum", "mean", "max", "last", "softmax")

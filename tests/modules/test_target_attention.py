@@ -33,8 +33,10 @@ def named(layers: tuple[Tensor, ...], names: list[str]) -> dict[str, Tensor]:
     return parts
 
 
-def check_twins(module: TargetAttention, twin: nn.Module, batch: Jagged, inputs: list[Tensor]) -> None:
-    """Check outputs and the gradients of rows, targets and parameters."""
+def check_twins(
+    module: TargetAttention, twin: nn.Module, batch: Jagged, inputs: list[Tensor], counts: list[int] | None = None
+) -> None:
+    """Check outputs and the gradients of rows, targets and parameters; with counts targets are jagged."""
     names = list(module.state_dict())
     assert names == list(twin.state_dict())
     length = max([1, *batch.lengths])
@@ -42,10 +44,20 @@ def check_twins(module: TargetAttention, twin: nn.Module, batch: Jagged, inputs:
 
     def ours(rows: Tensor, targets: Tensor, *layers: Tensor) -> Tensor:
         history = JaggedTensor(values=rows, offsets=batch.offsets)
+        if counts is not None:
+            several = JaggedTensor(values=targets, offsets=jagged_of(counts, batch.offsets.dtype).offsets)
+            pairs = sum(n * length for n, length in zip(counts, batch.lengths, strict=True))
+            given = (history, several) if pairs % 2 else (history, several, pairs)
+            return torch.func.functional_call(module, named(layers, names), given).values()
         return torch.func.functional_call(module, named(layers, names), (history, targets))
 
     def padded(rows: Tensor, targets: Tensor, *layers: Tensor) -> Tensor:
         dense = to_dense(rows, batch.lengths, length, 0.0)
+        if counts is not None:
+            # Each target alone beside a copy of its history.
+            of = torch.repeat_interleave(torch.tensor(counts, dtype=torch.int64, device=PLACE.device))
+            alone = dense[of], filled[of], targets[:, None]
+            return torch.func.functional_call(twin, named(layers, names), alone).squeeze(1)
         return torch.func.functional_call(twin, named(layers, names), (dense, filled, targets))
 
     # The error of a bias of one number would be luck, and with it the oracle's yardstick.
@@ -72,6 +84,29 @@ def test_is_the_padded_one(
     check_twins(module, PaddedTargetAttention(DIM, sizes, activation, softmax), batch, inputs)
 
 
+@settings(max_examples=40)
+@given(
+    jagged_batches(longest=40), seeds(), st.data(), st.sampled_from([[3], [16, 5]]), st.sampled_from(["relu", "silu", "gelu"]),
+    st.booleans(),
+)  # fmt: skip
+def test_jagged_targets_are_the_padded_ones(
+    place: Place, batch: Jagged, seed: int, data: st.DataObject, sizes: list[int], activation: Any, softmax: bool
+) -> None:
+    """Several for some samples, none for others, and whether or not the number of pairs is given."""
+    batch = jagged_of((*batch.lengths, 6), batch.offsets.dtype) if batch.total else batch
+    counts = data.draw(st.lists(st.integers(0, 4), min_size=batch.batch_size, max_size=batch.batch_size))
+    if batch.total:
+        # A target with several rows, without which the parameters have no gradients.
+        counts[-1] = 3
+    torch.manual_seed(seed)
+    module = TargetAttention(DIM, sizes, activation=activation, softmax=softmax).to(place.device)
+    inputs = [
+        random_tensor((batch.total, DIM), torch.float32, seed),
+        random_tensor((sum(counts), DIM), torch.float32, seed + 1),
+    ]
+    check_twins(module, PaddedTargetAttention(DIM, sizes, activation, softmax), batch, inputs, counts)
+
+
 @pytest.mark.parametrize("softmax", [False, True])
 def test_under_autocast(place: Place, softmax: bool) -> None:
     """Against the twin under autocast, which leaves its float64 alone."""
@@ -82,6 +117,10 @@ def test_under_autocast(place: Place, softmax: bool) -> None:
     inputs = [random_tensor((batch.total, width), torch.float32, 0), random_tensor((4, 3, width), torch.float32, 1)]
     with torch.autocast(place.device.type, torch.bfloat16):
         check_twins(module, PaddedTargetAttention(width, (80, 40), "relu", softmax), batch, inputs)
+        # Of a ReLU rounding may turn a unit off, which is luck, too.
+        module.activation = "silu"
+        several = [inputs[0], random_tensor((8, width), torch.float32, 1)]
+        check_twins(module, PaddedTargetAttention(width, (80, 40), "silu", softmax), batch, several, [3, 1, 0, 4])
 
 
 def test_weights_by_hand(place: Place) -> None:
@@ -138,3 +177,13 @@ def test_messages() -> None:
         match="targets: expected 2 samples, as many as history has, got 3; a sample",
     ):
         module(history, torch.zeros(3, DIM))
+    three = JaggedTensor(values=torch.zeros(3, DIM), offsets=torch.tensor([0, 1, 2, 3]))
+    with pytest.raises(
+        ValueError,
+        match=r"^targets: expected 2 samples, as many as history has, got 3; a sample without targets is one of length 0$",
+    ):
+        module(history, three)
+    with pytest.raises(ValueError, match=r"^num_pairs: expected None, got 4; only jagged targets, a JaggedTensor, have it$"):
+        module(history, torch.zeros(2, DIM), 4)
+    with pytest.raises(ValueError, match=r"^num_pairs: expected 0 or more, got -1; None reads it from the offsets$"):
+        module(three, three, -1)

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from jagged.data.table_batches import Batch
-from jagged.models import DLRM, DCNv2, RequestModel, WukongModel
+from jagged.models import DIN, DLRM, DLRMHSTU, DCNv2, RequestModel, WukongModel
 from tests.reference.attention import padded, time_buckets
 from tests.reference.experts import grouped_mlp, mmoe, ple
+from tests.reference.hstu import PaddedHSTUBlock
 from tests.reference.interactions import cross_experts, feature_tokens, wukong
+from tests.reference.target_attention import PaddedTargetAttention
 from tests.reference.transformer import PaddedCrossAttention, PaddedTransformerBlock
 
 
@@ -44,6 +46,8 @@ class Padded:
     def __init__(self, model: RequestModel) -> None:
         self.model, self.config, self.inputs = model, model.config, model.scorer.inputs
         self.encodes = len(model.scorer.histories) > 0
+        # What candidates read of events that are not encoded before.
+        self.read = {DLRMHSTU: self.targets, DIN: self.interests}.get(type(model))
         self.weights = dict(model.named_parameters())
         self.tables: dict[str, Tensor] = {}
         for prefix, module in model.named_modules():
@@ -108,7 +112,7 @@ class Padded:
         x = padded(shown, lengths)
         place = torch.arange(x.shape[1])
         filled = place < lengths[:, None]
-        x = self.encoded(of, batch, x, lengths, filled, is_gathered) if self.encodes else x
+        x = self.encoded(of, batch, x, lengths, filled, is_gathered) if self.encodes and self.read is None else x
         counts = filled.double()
         if is_gathered and self.inputs.history_weights:
             counts = padded(batch.history_weights.double(), lengths)
@@ -133,6 +137,46 @@ class Padded:
             x = functional_call(block, self.of(f"{of}.blocks.{number}"), (x, visible, place[None]))
         norm = self.of(f"{of}.norm")
         return nn.functional.layer_norm(x, (width,), norm["weight"], norm["bias"])
+
+    def targets(self, of: str, batch: Batch, shown: Tensor, key: str, queries: Tensor) -> Tensor:
+        """What comes out at each candidate, `[S, D]`, which stands alone behind a copy of its request's events."""
+        most, width, heads = (self.config[name] for name in ("max_history", "embedding_dim", "num_heads"))
+        buckets = self.config["num_time_buckets"] if key in self.inputs.history else None
+        before = batch.features[key].lengths().tolist()
+        events = self.linear(f"{of}.projection", shown).split(before)
+        when = (torch.zeros(len(shown), dtype=torch.int64) if buckets is None else batch.history_times).split(before)
+        requests = batch.candidate_requests.tolist()
+        now = batch.request_times[:, None] if buckets is not None else torch.zeros(len(before), 1, dtype=torch.int64)
+        lengths = torch.tensor([before[request] + 1 for request in requests])
+        x = padded(torch.cat([torch.cat([events[r], query[None]]) for r, query in zip(requests, queries, strict=True)]), lengths)
+        times = padded(torch.cat([torch.cat([when[r], now[r]]) for r in requests]), lengths)
+        place = torch.arange(x.shape[1])
+        x = x + self.of(f"{of}.positions")["weight"][(lengths[:, None] - 1 - place).clamp(0, most)]
+        filled = place < lengths[:, None]
+        visible = filled[:, None] & (place <= place[:, None]) & filled[:, :, None]
+        for number in range(self.config["num_layers"]):
+            block = PaddedHSTUBlock(width, heads, width // heads, most, buckets, most)
+            inputs = x, visible, place.expand(len(x), -1), times, lengths
+            x = functional_call(block, self.of(f"{of}.blocks.{number}"), inputs)
+        norm = self.of(f"{of}.norm")
+        return nn.functional.layer_norm(x[filled & (place == lengths[:, None] - 1)], (width,), norm["weight"], norm["bias"])
+
+    def interests(self, of: str, batch: Batch, shown: Tensor, key: str, queries: Tensor) -> Tensor:
+        """Of each candidate the weighted sum of a copy of its request's events, `[S, D]`, every event with it in a row."""
+        width, sizes = self.config["embedding_dim"], self.config["attention_sizes"]
+        before = batch.features[key].lengths()
+
+        def normal(name: str, x: Tensor) -> Tensor:
+            norm = self.of(f"{of}.{name}_norm")
+            return nn.functional.layer_norm(x, (width,), norm["weight"], norm["bias"])
+
+        events = normal("event", self.linear(f"{of}.projection", shown)).split(before.tolist())
+        queries = normal("candidate", queries)
+        lengths = before[batch.candidate_requests]
+        rows = padded(torch.cat([events[request] for request in batch.candidate_requests.tolist()]), lengths)
+        filled = torch.arange(rows.shape[1]) < lengths[:, None]
+        twin = PaddedTargetAttention(width, sizes, self.config["activation"], False)
+        return functional_call(twin, self.of(f"{of}.attention"), (rows, filled, queries[:, None])).squeeze(1)
 
     def __call__(self, batch: Batch, statistics: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, counts = self.inputs, batch.candidate_offsets.diff()
@@ -162,6 +206,10 @@ class Padded:
                 *vectors, others = means[0].split([*widths, means[0].shape[1] - sum(widths)], 1)
                 user, of_user = user + vectors, of_user + ([others] if others.shape[1] else [])
                 continue
+            if self.read is not None:
+                user += means[:-1]
+                item.append(self.read(f"histories.{number}", batch, values, key, queries[there]))
+                continue
             user += means
             if queries is not None:
                 attention = PaddedCrossAttention(
@@ -184,7 +232,8 @@ class Padded:
         longest = there.shape[1]
         wide = [x[:, None].expand(-1, longest, -1) for x in (*user, *of_user)]
         x = [padded(x, counts) for x in (*item, *of_item)]
-        if self.config["cross"] == "dot":
+        cross = self.config.get("cross")
+        if cross == "dot":
             vectors = [[padded(x, counts) for x in item], [x[:, None].expand(-1, longest, -1) for x in user]]
             for part, side, numbers in ((0, "candidate", of_item), (1, "request", of_user)):
                 if numbers:
@@ -195,9 +244,9 @@ class Padded:
             x += pairs((a, b) for a in own for b in theirs)
             wide += pairs((a, b) for i, a in enumerate(theirs) for b in theirs[i + 1 :])
         met = self.meeting(x, wide)
-        met = (self.crossed(met, "body.crossed") if self.config["cross"] == "dcn" else met.relu())[there]
+        met = (self.crossed(met, "body.crossed") if cross == "dcn" else met.relu())[there]
         towers = self.of("body.towers")
-        if (kind := self.config["experts"]) is None:
+        if (kind := self.config.get("experts")) is None:
             found = grouped_mlp(met, towers)
         else:
             experts = self.of("body.experts")

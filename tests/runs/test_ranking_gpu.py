@@ -58,7 +58,9 @@ def test_a_run_on_the_gpu_repeats(tmp_path: Path) -> None:
 #: Models by name, and options that show more of them than their defaults do.
 OPTIONS: dict[str, dict[str, Any]] = {
     "ranking": {},
+    "din": {"attention_sizes": [8, 4]},
     "dlrm": {},
+    "dlrm-hstu": {"cross": "dot"},
     "dcnv2": {"structure": "parallel", "cross_rank": 3, "cross_experts": 2},
     "wukong": {"num_fm_tokens": 8, "num_linear_tokens": 8, "rank": 4},
     "mmoe": {"experts": "ple", "num_experts": 2, "expert_layers": 2, "cross": "dcn"},

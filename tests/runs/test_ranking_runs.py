@@ -424,8 +424,8 @@ def test_a_configuration_of_the_other_job_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
         RankingConfig(head="sampled", data={"label": "click", "max_seq_len": 3})
     assert str(error.value).splitlines() == [
-        "head: belongs to model.name sasrec, hstu or bert4rec, not to ranking, dlrm, dcnv2, wukong or mmoe",
-        "data.max_seq_len: belongs to model.name sasrec, hstu or bert4rec, not to ranking, dlrm, dcnv2, wukong or mmoe",
+        f"{name}: belongs to model.name sasrec, hstu or bert4rec, not to ranking, dlrm, dcnv2, wukong, mmoe, dlrm-hstu or din"
+        for name in ("head", "data.max_seq_len")
     ]
 
 
