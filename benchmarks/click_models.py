@@ -38,6 +38,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_layers": 1, "num_fm_tokens": 4, "num_linear_tokens": 4, "rank": 4, "hidden_sizes": (32,), "top_sizes": (32,)
     },
     "mmoe": {"cross": "dot", "num_layers": 0, "num_time_buckets": None, "layer_sizes": (32, 16), "expert_sizes": (16,)},
+    "din": {"attention_sizes": (32, 16), "layer_sizes": (32, 16)},
+    "dlrm-hstu": {"cross": "dot", "num_layers": 1, "num_heads": 2, "num_time_buckets": None, "layer_sizes": (32, 16)},
 }  # fmt: skip
 
 

@@ -41,6 +41,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "dcnv2, rank 64": {"cross_rank": 64},
     "wukong": {},
     "mmoe": {"num_heads": 2},
+    "din": {},
+    "dlrm-hstu": {"num_heads": 2},
 }
 # Of scores and losses of both ways in bfloat16, relative to the norm.
 AGREEMENT = 0.02

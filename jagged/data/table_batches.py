@@ -182,6 +182,11 @@ class Batch:
         packed, keys = self._together
         return dict(zip(keys["features"], packed.counts["pairs"], strict=True))
 
+    @property
+    def candidate_pairs(self) -> int | None:
+        """How many pairs of two candidates of one request there are, each with itself, too; None as of `pairs`."""
+        return None if self._together is None else self._together[0].counts["candidate_pairs"][0]
+
     def candidate_ids(self, name: str) -> Tensor:
         """The ids of a column that has one for each candidate, int64 `[S]`, whether it stands in `features` or in `candidates`.
 
@@ -546,6 +551,7 @@ class Part:
         self._keyed(found, "features", rows, start, stop, max_history)
         lengths = found["features.lengths"].reshape(len(self._keys("features")), len(rows.counts))
         found[f"pairs{COUNTS}"] = lengths @ rows.counts
+        found[f"candidate_pairs{COUNTS}"] = np.array([rows.counts @ rows.counts])
         if (log := dataset.events) is not None:
             self._history(found, log, log.rows(spread(start, stop - start)), unseen)
         return Packed.of({name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in found.items()}, allocate)

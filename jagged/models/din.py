@@ -81,8 +81,8 @@ class DIN(RequestModel):
         layer_sizes: the first is the width of the linear layer where request and candidate meet, the others those of each
             tower's hidden layers.
         dropout: probability, in towers.
-        **common: `table_dims`, `tasks`, `conditional`, `implied`, `loss`, `focal_gamma`, `focal_alpha` and `label_means` of
-            `RequestModel`.
+        **common: `table_dims`, `tasks`, `conditional`, `implied`, `loss`, `focal_gamma`, `focal_alpha`, `negative_rate` and
+            `label_means` of `RequestModel`.
         device: where parameters live; `"meta"` allocates nothing.
 
     Shape:

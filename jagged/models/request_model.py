@@ -31,7 +31,7 @@ from jagged.models.features import (
     weighted_mean,
 )
 from jagged.models.task import Task, TaskOutput, TaskScores
-from jagged.models.tasks import LOSSES, REQUEST_LOSSES, LossName, TaskLoss, loss_of, product_logits
+from jagged.models.tasks import LOSSES, REQUEST_LOSSES, LossName, PairwiseLoss, TaskLoss, loss_of, product_logits
 from jagged.modules import (
     JaggedModule,
     JaggedPooling,
@@ -632,7 +632,9 @@ class _Scorer(JaggedModule):
             groups["rates"] = torch.ones_like(weights, dtype=torch.float64).masked_fill(is_negative, self.negative_rate)
         scores, totals = {}, []
         for name, loss in zip(self.tasks, cast("Iterable[TaskLoss]", self.losses), strict=True):
-            total, count = loss(learnt[name], labels[name], batch.candidate_offsets, masks[name], weights)
+            # Without the number of pairs that the host knows, a loss of pairs waits for the device.
+            known = {"num_pairs": batch.candidate_pairs} if isinstance(loss, PairwiseLoss) else {}
+            total, count = loss(learnt[name], labels[name], batch.candidate_offsets, masks[name], weights, **known)
             totals.append(total)
             counted = count if loss.over_requests else None
             scores[name] = TaskScores(logits[name], labels[name], masks[name], weights, **groups, count=counted)

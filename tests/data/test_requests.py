@@ -72,6 +72,7 @@ def test_batches_are_of_requests(table: list[slow.Row], history: bool, by: str) 
         # Each candidate with each id of its request.
         places = batch.candidate_requests
         assert batch.pairs == {key: int(of.lengths()[places].sum()) for key, of in batch.features.to_dict().items()}
+        assert batch.candidate_pairs == int(batch.candidate_offsets.diff()[places].sum())
         assert batch.labels[:, 0].tolist() == [float(table[row]["click"] or 0) for row in own]
         assert batch.request_times is not None
         assert batch.request_times.tolist() == [table[row]["time"] for row in first]

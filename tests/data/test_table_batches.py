@@ -39,7 +39,10 @@ def test_a_batch_has_everything_and_nothing_is_padded() -> None:
     # Of one candidate each.
     assert train.pairs == {name: int(features[name].lengths().sum()) for name in features}
     assert train.to(torch.device("cpu")).pairs == train.pairs
-    assert dataclasses.replace(train, weights=2 * train.weights).pairs is None
+    assert train.candidate_pairs == int(train.candidate_offsets.diff().square().sum())
+    changed = dataclasses.replace(train, weights=2 * train.weights)
+    assert changed.pairs is None
+    assert changed.candidate_pairs is None
     # Item ids a, z, b are 2, 3, 4; a missing list is one missing id, an empty one has none.
     assert features["items"].values().tolist() == [0, 2, 0, 3]
     assert features["place"].values().tolist() == [3, 2, 0]
