@@ -40,14 +40,13 @@ def grouped_linear(x: Inputs, o: Options) -> Outputs:
     if chosen is None or not rows.shape[0] or not weight.numel():
         return torch_impl.grouped_linear(x, o)
     output = rows.new_empty(rows.shape[0], *weight.shape[:2])
-    read = _rows_side_by_side(rows, num_groups * in_features)
+    read = _aligned(rows.reshape(rows.shape[0], num_groups * in_features))
     row_blocks = cdiv(rows.shape[0], chosen.rows)
     tiles = num_groups * row_blocks * (out_features // chosen.columns)
-    weight = weight.contiguous()
     _launch_linear(
         (min(tiles, chosen.programs * gpu(rows.device).multiprocessors),),
         _descriptor(read, chosen.rows, chosen.inner),
-        _descriptor(weight.view(-1, in_features), chosen.columns, chosen.inner),
+        _descriptor(_aligned(weight.contiguous().view(-1, in_features)), chosen.columns, chosen.inner),
         None if bias is None else bias.contiguous(),
         _descriptor(output.view(output.shape[0], -1), chosen.rows, chosen.columns),
         row_blocks, num_groups, OUT=out_features, IN=in_features, RELU=o.relu, BLOCK_M=chosen.rows, BLOCK_N=chosen.columns,
@@ -74,11 +73,10 @@ def relu_gradient(x: Slopes, o: NoOptions) -> Before:
     return Before(before, parts.sum(0).to(grad.dtype))
 
 
-def _rows_side_by_side(rows: Tensor, width: int) -> Tensor:
-    """Return rows as a matrix that a descriptor takes: its columns adjacent, its rows and itself every 16 bytes."""
-    flat = rows.reshape(rows.shape[0], width)
-    is_aligned = flat.stride(1) == 1 and flat.stride(0) % 8 == 0 and flat.data_ptr() % 16 == 0
-    return flat if is_aligned else flat.clone(memory_format=torch.contiguous_format)
+def _aligned(matrix: Tensor) -> Tensor:
+    """Return a matrix that a descriptor takes: its columns adjacent, its rows and itself every 16 bytes."""
+    is_aligned = matrix.stride(1) == 1 and matrix.stride(0) % 8 == 0 and matrix.data_ptr() % 16 == 0
+    return matrix if is_aligned else matrix.clone(memory_format=torch.contiguous_format)
 
 
 def _descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:

@@ -29,10 +29,10 @@ def mix_groups_kernel(
     weights += row * weight_row_stride
     sums = (tl.zeros([BLOCK_N, BLOCK_D], tl.float32),) * MIXTURES
     for group in tl.range(0, GROUPS, num_stages=NUM_STAGES):
-        tile = tl.load(groups + group * group_stride, mask=exists, other=0.0).to(tl.float32)
+        tile = tl.load(groups + tl.cast(group, tl.int64) * group_stride, mask=exists, other=0.0).to(tl.float32)
         new_sums = ()
         for mixture in tl.static_range(MIXTURES):
-            place = mixture * weight_mixture_stride + group * weight_group_stride
+            place = mixture * tl.cast(weight_mixture_stride, tl.int64) + tl.cast(group, tl.int64) * weight_group_stride
             weight = tl.load(weights + place, mask=row_exists, other=0.0).to(tl.float32)
             new_sums += (tl.fma(tl.broadcast_to(weight[:, None], [BLOCK_N, BLOCK_D]), tile, sums[mixture]),)  # type: ignore[assignment]
         sums = new_sums
@@ -61,12 +61,12 @@ def mix_groups_gradients_kernel(
     for mixture in tl.static_range(MIXTURES):
         grads += (tl.load(grad + mixture * grad_mixture_stride, mask=exists, other=0.0).to(tl.float32),)  # type: ignore[assignment]
     for group in tl.range(0, GROUPS, num_stages=NUM_STAGES):
-        tile = tl.load(groups + group * group_stride, mask=exists, other=0.0).to(tl.float32)
+        tile = tl.load(groups + tl.cast(group, tl.int64) * group_stride, mask=exists, other=0.0).to(tl.float32)
         into = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         for mixture in tl.static_range(MIXTURES):
             found = tl.sum(rounded_product(grads[mixture], tile), 1)
             tl.store(grad_weights + mixture * GROUPS + group, found.to(grad_weights.dtype.element_ty), mask=row_exists)
-            place = mixture * weight_mixture_stride + group * weight_group_stride
+            place = mixture * tl.cast(weight_mixture_stride, tl.int64) + tl.cast(group, tl.int64) * weight_group_stride
             weight = tl.load(weights + place, mask=row_exists, other=0.0).to(tl.float32)
             into = tl.fma(tl.broadcast_to(weight[:, None], [BLOCK_N, BLOCK_D]), grads[mixture], into)
         tl.store(grad_groups + group * WIDTH, into.to(grad_groups.dtype.element_ty), mask=exists)

@@ -199,3 +199,15 @@ def test_dtypes_agree(place: Place, function: Any) -> None:
     message = f"{name}: expected the dtype of {other}, float32, got bfloat16; convert one of them"
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         function(*given_dtypes, backend=place.backend)
+
+
+def test_tensors_that_begin_anywhere(place: Place) -> None:
+    """As views of a flat parameter do, which descriptors do not take."""
+    shapes = [(20, 3, 32), (3, 16, 32), (3, 16)]
+    inputs = []
+    for seed, shape in enumerate(shapes):
+        whole = random_tensor((torch.Size(shape).numel() + 1,), torch.bfloat16, seed)
+        inputs.append(whole[1:].view(shape))
+    found = grouped_linear(*inputs, activation="relu", backend=place.backend)
+    expected = grouped_linear(*(of.clone() for of in inputs), activation="relu", backend=place.backend)
+    assert torch.equal(found, expected)
