@@ -249,7 +249,7 @@ def test_what_is_no_finished_run_on_a_table_is_refused(first: RankingRun, tmp_pa
     with pytest.raises(ConfigError) as error:
         TrainConfig(from_run=same)
     assert str(error.value) == (
-        "from_run: belongs to model.name ranking, dlrm, dcnv2, wukong or mmoe, not to sasrec, hstu or bert4rec"
+        "from_run: belongs to model.name ranking, dlrm, dcnv2, wukong, mmoe, dlrm-hstu or din, not to sasrec, hstu or bert4rec"
     )
 
 
