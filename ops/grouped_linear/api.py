@@ -47,8 +47,8 @@ def grouped_linear(
     """
     check_tensor("weight", weight, "[G, out, in]", FLOATS)
     num_groups, num_outputs, width = weight.shape
-    shape = "[N, in]" if x.dim() == 2 else "[N, G, in]"
-    check_tensor("x", x, shape, FLOATS)
+    is_matrix = isinstance(x, Tensor) and x.dim() == 2
+    check_tensor("x", x, "[N, in]" if is_matrix else "[N, G, in]", FLOATS)
     if not holds(x.shape[-1] == width) or (x.dim() == 3 and not holds(x.shape[1] == num_groups)):
         raise ValueError(
             f"x: expected shape [N, {width}] or [N, {num_groups}, {width}], as weight {list(weight.shape)} has it, "

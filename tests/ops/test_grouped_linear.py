@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.ops import grouped_linear, mix_groups
 from jagged.ops.grouped_linear.configurations import linear_configuration, mix_tile
@@ -211,3 +212,9 @@ def test_tensors_that_begin_anywhere(place: Place) -> None:
     found = grouped_linear(*inputs, activation="relu", backend=place.backend)
     expected = grouped_linear(*(of.clone() for of in inputs), activation="relu", backend=place.backend)
     assert torch.equal(found, expected)
+
+
+def test_rows_of_samples_are_named_with_their_cure(place: Place) -> None:
+    rows = JaggedTensor(random_tensor((5, 8), torch.float32, 1), offsets=torch.tensor([0, 2, 5], device=place.device))
+    with pytest.raises(TypeError, match=r"^x: expected a tensor \[N, G, in\], got a JaggedTensor"):
+        grouped_linear(rows, random_tensor(WEIGHT, torch.float32, 1), backend=place.backend)  # type: ignore[arg-type]
