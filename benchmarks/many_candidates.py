@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import time
 from typing import Any
 
@@ -243,8 +242,8 @@ def main() -> None:
             continue
         rows[name] = measured(name, requests, longest, options.device, room)
         for count, row in rows[name].items():
-            parts = [f"{way} {found}" for way, found in itertools.islice(row.items(), 2)]
-            print(f"{name}, {count} candidates: {'; '.join(parts)}; {row.get('of_line')} of the line", flush=True)
+            told = f"jagged {row['jagged']}; expanded {row['expanded']}; {row.get('of_line')} of the line"
+            print(f"{name}, {count} candidates: {told}", flush=True)
         if is_cuda:
             path = save("many_candidates", {"environment": facts, "requests": REQUESTS, "models": rows})
             torch.cuda.empty_cache()

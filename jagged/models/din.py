@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -21,18 +21,8 @@ class TargetHistory(HistoryEncoder):
 
     has_mean: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        keys: Iterable[str],
-        in_features: int,
-        config: Mapping[str, Any],
-        has_candidates: bool,
-        is_gathered: bool,
-        device: torch.device | str | None,
-    ) -> None:
-        super().__init__(keys, in_features, config, has_candidates, is_gathered, device)
+    def _build(self, config: Mapping[str, Any], has_candidates: bool, device: torch.device | str | None) -> None:
         width = config["embedding_dim"]
-        self.projection = nn.Linear(in_features, width, device=device)
         # Tables begin small, and products of small vectors teach little.
         self.event_norm, self.candidate_norm = (nn.LayerNorm(width, device=device) for _ in range(2))
         self.attention = TargetAttention(width, config["attention_sizes"], activation=config["activation"], device=device)

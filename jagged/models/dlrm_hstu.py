@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -24,21 +24,11 @@ class HSTUHistory(HistoryEncoder):
 
     has_mean: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        keys: Iterable[str],
-        in_features: int,
-        config: Mapping[str, Any],
-        has_candidates: bool,
-        is_gathered: bool,
-        device: torch.device | str | None,
-    ) -> None:
-        super().__init__(keys, in_features, config, has_candidates, is_gathered, device)
+    def _build(self, config: Mapping[str, Any], has_candidates: bool, device: torch.device | str | None) -> None:
         width, most = config["embedding_dim"], config["max_history"]
         # What events of a list have no time for.
-        buckets = config["num_time_buckets"] if is_gathered else None
+        buckets = config["num_time_buckets"] if self.is_gathered else None
         self.has_times = buckets is not None
-        self.projection = nn.Linear(in_features, width, device=device)
         # The first position is that of candidates.
         self.positions = PositionalEncoding(most + 1, width, device=device)
         self.blocks = nn.ModuleList(

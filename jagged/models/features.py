@@ -310,6 +310,7 @@ class HistoryEncoder(JaggedModule):
 
     Attributes:
         has_mean: whether there is a vector of the request.
+        projection: of what events show, to vectors of width `embedding_dim`.
     """
 
     has_mean: ClassVar[bool] = True
@@ -325,6 +326,12 @@ class HistoryEncoder(JaggedModule):
     ) -> None:
         super().__init__()
         self.keys, self.is_gathered = list(keys), is_gathered
+        self.projection = nn.Linear(in_features, config["embedding_dim"], device=device)
+        self._build(config, has_candidates, device)
+
+    def _build(self, config: Mapping[str, Any], has_candidates: bool, device: torch.device | str | None) -> None:
+        """Make all parts but the projection; the arguments are those of the class."""
+        raise NotImplementedError
 
     def forward(
         self,
@@ -352,20 +359,10 @@ class HistoryEncoder(JaggedModule):
 class History(HistoryEncoder):
     """Events encoded by transformer blocks: their mean, and what candidates read of them by attention."""
 
-    def __init__(
-        self,
-        keys: Iterable[str],
-        in_features: int,
-        config: Mapping[str, Any],
-        has_candidates: bool,
-        is_gathered: bool,
-        device: torch.device | str | None,
-    ) -> None:
-        super().__init__(keys, in_features, config, has_candidates, is_gathered, device)
+    def _build(self, config: Mapping[str, Any], has_candidates: bool, device: torch.device | str | None) -> None:
         width, heads, buckets = config["embedding_dim"], config["num_heads"], config["num_time_buckets"]
-        self.projection = nn.Linear(in_features, width, device=device)
         self.positions = PositionalEncoding(config["max_history"], width, device=device)
-        self.times = TimeEncoding(buckets, width, device=device) if is_gathered and buckets is not None else None
+        self.times = TimeEncoding(buckets, width, device=device) if self.is_gathered and buckets is not None else None
         self.blocks = nn.ModuleList(
             JaggedTransformerBlock(width, heads, dropout=config["dropout"], device=device) for _ in range(config["num_layers"])
         )
