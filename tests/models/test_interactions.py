@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torchrec.modules.crossnet import CrossNet as TorchRecsCrossNet
 from torchrec.modules.crossnet import LowRankCrossNet, LowRankMixtureCrossNet
 from torchrec.sparse.jagged_tensor import JaggedTensor
@@ -32,6 +33,7 @@ from jagged.models import (
     Wukong,
     WukongLayer,
 )
+from jagged.ops import trust_values
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference import interactions as twins
@@ -744,3 +746,63 @@ def test_contexts_of_crosses_that_do_not_fit(place: Place) -> None:
     for x, context, message in calls:
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             net(x, context)
+
+
+class OfSamples(nn.Module):
+    """A block of rows that begin with their sample's features."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, own: Tensor, offsets: Tensor, context: Tensor) -> Tensor:
+        found: Tensor = self.block(JaggedTensor(own, offsets=offsets), context)
+        return found
+
+
+BLOCKS: dict[str, Any] = {
+    "crosses": (lambda: CrossNet(9, 2), (4,), (5,)),
+    "crosses of experts": (lambda: CrossNet(9, 2, rank=3, num_experts=2), (4,), (5,)),
+    "tokens": (lambda: Wukong(7, 4, 2, num_fm_tokens=3, num_linear_tokens=2, rank=2, hidden_sizes=(5,)), (4, 4), (3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", list(BLOCKS))
+def test_blocks_of_samples_with_what_users_do(place: Place, name: str) -> None:
+    """Compiled, exported, checkpointed, pickled, and under autocast."""
+    build, of_context, of_own = BLOCKS[name]
+    torch.manual_seed(0)
+    net = OfSamples(build()).to(place.device)
+
+    def given(*lengths: int) -> tuple[Tensor, Tensor, Tensor]:
+        shapes = (sum(lengths), *of_own), (len(lengths), *of_context)
+        own, context = (torch.randn(shape, device=place.device) for shape in shapes)
+        return own, torch.tensor([0, *lengths], device=place.device).cumsum(0), context
+
+    batches = [given(3, 0, 2), given(1, 8, 2, 2), given(4, 4, 1)]
+    torch.compiler.reset()
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager", dynamic=True)
+    dynamic = torch.export.Dim.DYNAMIC
+    with trust_values(), torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        program = torch.export.export(net, batches[0], dynamic_shapes=({0: dynamic},) * 3, strict=False).module()
+    again = pickle.loads(pickle.dumps(net))
+    for own, offsets, context in batches:
+        leaves = [own.requires_grad_(), context.requires_grad_(), *net.parameters()]
+        expected = net(own, offsets, context)
+        gradients = torch.autograd.grad(expected.square().sum(), leaves)
+        with trust_values():
+            results = [compiled(own, offsets, context), checkpoint(net, own, offsets, context, use_reentrant=False)]
+        for found in results:
+            torch.testing.assert_close(found, expected)
+            for ours, theirs in zip(torch.autograd.grad(found.square().sum(), leaves), gradients, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(again(own, offsets, context), expected, rtol=0, atol=0)
+        with trust_values():
+            torch.testing.assert_close(program(own, offsets, context), expected)
+        sample = torch.repeat_interleave(offsets.diff())
+        with torch.autocast(place.device.type, torch.bfloat16):
+            low, of_rows = net(own, offsets, context), net.block(torch.cat([context[sample], own], 1))
+        assert low.dtype == of_rows.dtype
+        # As far from float32 as the block on whole rows.
+        error, allowed = ((of.float() - expected).abs().max() for of in (low, of_rows))
+        assert error <= 3 * allowed

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from jagged.models import DCNv2, RankingInputs, RankingModel
 from jagged.models.serving import export_scores, scoring_tensors
@@ -155,3 +158,32 @@ def test_a_model_that_is_built_again_knows_its_rate() -> None:
     config = {name: of for name, of in model.config.items() if name != "negative_rate"}
     # As one that was saved before there were rates.
     assert DCNv2(**config).negative_rate == 1
+
+
+# Dynamo's own, where it compiles again what broke its graph.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_the_rate_goes_with_what_users_do() -> None:
+    """Copies, compiled and checkpointed steps have the same loss and gradients; under autocast it is that of wide numbers."""
+    split, plain, model = pair(conditional={"buy": "click"})
+    batch = split.train.gather(range(20))
+    clicks: list[float] = [(1, 0, -1, 0, 1, 0)[place % 6] for place in range(len(batch.rows))]
+    batch = relabelled(batch, clicks, clicks)
+    out = model(batch)
+    expected = gradients(out.loss, model)
+    assert not torch.allclose(out.loss, plain(batch).loss)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    checkpointed = checkpoint(lambda: model(batch).loss, use_reentrant=False)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    assert [of.negative_rate for of in copies] == [RATE, RATE]
+    for of, loss in ((model, compiled(batch).loss), (model, checkpointed), *((of, of(batch).loss) for of in copies)):
+        torch.testing.assert_close(loss, out.loss)
+        for name, gradient in gradients(loss, of).items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7)
+    with torch.autocast("cpu", torch.bfloat16):
+        low, other = model(batch).loss, plain(batch).loss
+    assert low.dtype == torch.float32
+    assert abs(low - out.loss) < 0.1 * abs(other - low)
+    # Of a table with all its rows the same compiled model counts each once.
+    model.negative_rate = 1.0
+    torch.testing.assert_close(compiled(batch).loss, plain(batch).loss)
