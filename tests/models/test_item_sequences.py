@@ -334,7 +334,8 @@ def test_checkpointing_computes_the_same_again(place: Place, name: str) -> None:
     for is_checkpointed in (False, True):
         torch.manual_seed(3)
         task.zero_grad()
-        loss = checkpoint(lambda: task(batch).loss, use_reentrant=False) if is_checkpointed else task(batch).loss
+        # With an argument on the GPU, by which PyTorch finds whose random numbers to draw again.
+        loss = checkpoint(lambda _: task(batch).loss, features, use_reentrant=False) if is_checkpointed else task(batch).loss
         loss.backward()
         results.append([loss.detach(), *(of.grad.clone() for of in task.parameters() if of.grad is not None)])
     assert len(results[0]) > 5
