@@ -1,8 +1,11 @@
 """Processes of pytest-xdist on GPUs, as a plugin: `pytest -p tests.gpu_workers -m gpu -n 64 --dist load --maxschedchunk 1`.
 
 Each process sees one GPU, in turns. Tests come in a shuffled order, as neighbours compile the same kernels. Of processes that
-want one kernel, one compiles it and the others wait, and then find it on disk. With `--done FILE`, tests that passed or were
-skipped are written down there, and left out of the next run: one that was stopped goes on.
+want one kernel, one compiles it and the others wait, and then find it on disk.
+
+With `--done FILE`, tests that passed or were skipped are written down there, by file of tests with a hash of the files that it
+reaches, and are left out of the next run while these, PyTorch and Triton are the same: a run that was stopped goes on, also days
+later. `tests/done_on_gpu.json` is the record of the whole suite.
 """
 
 from __future__ import annotations
@@ -10,14 +13,18 @@ from __future__ import annotations
 import fcntl
 import functools
 import hashlib
+import json
 import os
 import random
 import tempfile
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import proven
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 GPUS = len([*Path("/dev").glob("nvidia[0-9]*")])
@@ -63,30 +70,65 @@ def _waiting(compile_it: Callable[..., Any], folder: Path) -> Callable[..., Any]
     return compiled
 
 
+class Done:
+    """Tests that are done, in a file: `{file of tests: {"of": its hash, "tests": "hashes of their names"}}`."""
+
+    def __init__(self, place: Path, root: Path) -> None:
+        self.place, self.root = place, root
+        self.hash_of = functools.cache(lambda path: hashlib.sha256(path.read_bytes()).hexdigest())
+        known = json.loads(place.read_text()) if place.exists() else {}
+        now = self._hashes([file for file in known if (root / file).exists()])
+        self.of = {file: entry["of"] for file, entry in known.items() if entry["of"] == now.get(file)}
+        self.tests = {file: set(known[file]["tests"].split()) for file in self.of}
+
+    def _hashes(self, files: list[str]) -> dict[str, str]:
+        """Return by file of tests a hash of the files that it reaches, and of what it runs on."""
+        runs_on = [f"{name} {metadata.version(name).split('+')[0]}" for name in ("torch", "triton")]
+        found = {}
+        for file in files:
+            reached = sorted(proven.reached_by(self.root, self.root / file))
+            parts = [*runs_on, *(f"{path.relative_to(self.root)} {self.hash_of(path)}" for path in reached)]
+            found[file] = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+        return found
+
+    @staticmethod
+    def _parts(test: str) -> tuple[str, str]:
+        file, name = test.split("::", 1)
+        return file, hashlib.sha256(name.encode()).hexdigest()[:8]
+
+    def has(self, test: str) -> bool:
+        file, name = self._parts(test)
+        return name in self.tests.get(file, ())
+
+    def add(self, test: str) -> None:
+        file, name = self._parts(test)
+        if file not in self.of:
+            self.of |= self._hashes([file])
+        self.tests.setdefault(file, set()).add(name)
+        told = {file: {"of": self.of[file], "tests": " ".join(sorted(self.tests[file]))} for file in sorted(self.of)}
+        # At once in full: the run may be stopped at any time.
+        new = self.place.with_name(f"{self.place.name}.new")
+        new.write_text(json.dumps(told, indent=1) + "\n")
+        new.replace(self.place)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped or (report.passed and report.when == "call"):
+            self.add(report.nodeid)
+
+
 # Before conftest.py puts first what compiles for minutes.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     place: Path | None = config.getoption("--done")
-    done = set(place.read_text().splitlines()) if place is not None and place.exists() else set()
-    items[:] = [item for item in items if item.nodeid not in done]
+    if place is not None:
+        done = Done(place, config.rootpath)
+        items[:] = [item for item in items if not done.has(item.nodeid)]
     # The same order in every process.
     random.Random(0).shuffle(items)
-
-
-class Writer:
-    """Writes down what is done; in the process that hands out the tests."""
-
-    def __init__(self, place: Path) -> None:
-        self.place = place
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.skipped or (report.passed and report.when == "call"):
-            with self.place.open("a") as file:
-                file.write(f"{report.nodeid}\n")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     place: Path | None = session.config.getoption("--done")
     if place is not None and not WORKER:
-        session.config.pluginmanager.register(Writer(place))
+        session.config.pluginmanager.register(Done(place, session.config.rootpath))
