@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from jagged.data.impressions import synthetic_impressions as synthetic_impressions
     from jagged.data.inspection import Inspection as Inspection
     from jagged.data.inspection import inspect_table as inspect_table
+    from jagged.data.item_table import ItemTable as ItemTable
+    from jagged.data.item_table import read_item_table as read_item_table
     from jagged.data.label_batches import LabelBatch as LabelBatch
     from jagged.data.label_batches import label_loader as label_loader
     from jagged.data.label_features import label_embeddings as label_embeddings
@@ -59,6 +61,7 @@ _WHERE = {
     "Encoders": "encoding",
     "ImpressionTruth": "impressions",
     "Inspection": "inspection",
+    "ItemTable": "item_table",
     "Kind": "schema",
     "RecordedBatches": "recorded",
     "LabelTruth": "multilabel",
@@ -81,6 +84,7 @@ _WHERE = {
     "leaks": "splits",
     "read_batches": "recorded",
     "read_events": "events",
+    "read_item_table": "item_table",
     "read_xmc": "xmc",
     "record_batches": "recorded",
     "split_global_time": "splits",
@@ -99,6 +103,7 @@ __all__ = [
     "Dataset",
     "ImpressionTruth",
     "Inspection",
+    "ItemTable",
     "Kind",
     "LabelBatch",
     "LabelTruth",
@@ -118,6 +123,7 @@ __all__ = [
     "read_arff",
     "read_batches",
     "read_events",
+    "read_item_table",
     "read_label_table",
     "read_xmc",
     "record_batches",

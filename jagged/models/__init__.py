@@ -34,6 +34,7 @@ from jagged.models.interactions import (  # noqa: E402
     Wukong,
     WukongLayer,
 )
+from jagged.models.item_features import ItemFeatures  # noqa: E402
 from jagged.models.item_sequences import ItemSequenceModel  # noqa: E402
 from jagged.models.mixture import MixtureModel  # noqa: E402
 from jagged.models.multilabel import MultiLabelModel, MultiLabelTask, SparseEncoder  # noqa: E402
@@ -83,6 +84,7 @@ __all__ = [
     "GateUnit",
     "GroupedLinear",
     "GroupedMLP",
+    "ItemFeatures",
     "ItemSequenceModel",
     "ListwiseLoss",
     "MMoE",
@@ -152,10 +154,14 @@ def build(name: str, **config: Any) -> Any:
     return _MODELS[name](**config)
 
 
+def takes(name: str, argument: str) -> bool:
+    """Whether the model of a name has such an argument."""
+    return argument in inspect.signature(_MODELS[name]).parameters
+
+
 def build_empty(name: str, **config: Any) -> Any:
     """The same on the meta device, so that weights cost no memory; what puts them on a device by itself is asked to."""
-    model = _MODELS.get(name)
-    if model is not None and "device" in inspect.signature(model).parameters:
+    if name in _MODELS and takes(name, "device"):
         config["device"] = "meta"
     with torch.device("meta"):
         return build(name, **config)

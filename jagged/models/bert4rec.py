@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jagged.data.batches import keyed
+from jagged.models.item_features import ItemFeatures
 from jagged.models.item_sequences import FEATURE, ItemSequenceModel
 from jagged.models.validation import validate_features
 from jagged.modules import ItemMasking, JaggedTransformerBlock, MaskedItems
@@ -30,10 +32,12 @@ class BERT4Rec(ItemSequenceModel):
         dropout: probability, on the embeddings and inside the blocks.
         mask_probability: that an item is hidden in training.
         seed: of what is hidden in evaluation.
+        item_features: as of `SASRec`; what is hidden has none.
         device: where parameters live; `"meta"` allocates nothing.
 
     Attributes:
         config: the arguments.
+        item_features: as given, or made.
 
     Shape:
         KeyedJaggedTensor of at least one sample with the key `"item_id"` in; JaggedTensor with values `[sum L, D]` out, where
@@ -67,6 +71,7 @@ class BERT4Rec(ItemSequenceModel):
         dropout: float = 0.2,
         mask_probability: float = 0.2,
         seed: int = 0,
+        item_features: ItemFeatures | Mapping[str, Any] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         config = {
@@ -87,6 +92,7 @@ class BERT4Rec(ItemSequenceModel):
             num_rows=num_items + 1,
             # Behind a history of this length stands the hidden item.
             num_positions=max_seq_len + 1,
+            item_features=item_features,
             device=device,
         )
         self.masking = ItemMasking(num_items, mask_probability, seed=seed, device=device)

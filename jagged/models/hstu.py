@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
+from jagged.models.item_features import ItemFeatures
 from jagged.models.item_sequences import ItemSequenceModel
 from jagged.modules import GroupSparseHead, HSTUBlock
 
@@ -23,12 +27,12 @@ class HSTU(ItemSequenceModel):
         dropout: probability, on the embeddings and inside the blocks.
         head_dim: width of a head; None for `embedding_dim // num_heads`.
         num_time_buckets: of the time between rows, two buckets an octave; None for none.
-        output, output_fan_in, output_dense_items, output_groups: as of `SASRec`.
+        item_features, output, output_fan_in, output_dense_items, output_groups: as of `SASRec`.
         device: where parameters live; `"meta"` allocates nothing.
 
     Attributes:
         takes_times: whether features have the times of their rows, too.
-        output: as given, or made.
+        item_features, output: as given, or made.
 
     Shape:
         As `SASRec`: the key `"item_id"` in, and with time buckets `"timestamp"`; JaggedTensor with values `[sum L, D]` out.
@@ -60,6 +64,7 @@ class HSTU(ItemSequenceModel):
         dropout: float = 0.2,
         head_dim: int | None = None,
         num_time_buckets: int | None = None,
+        item_features: ItemFeatures | Mapping[str, Any] | None = None,
         output: GroupSparseHead | None = None,
         output_fan_in: int | None = None,
         output_dense_items: int = 0,
@@ -89,6 +94,7 @@ class HSTU(ItemSequenceModel):
                 device=device,
             ),
             takes_times=num_time_buckets is not None,
+            item_features=item_features,
             output=output,
             output_fan_in=output_fan_in,
             output_dense_items=output_dense_items,

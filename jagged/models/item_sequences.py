@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -12,6 +12,7 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from jagged.models.item_features import ItemFeatures
 from jagged.models.validation import validate_features
 from jagged.modules import (
     GroupSparseHead,
@@ -31,7 +32,7 @@ torch.fx.wrap("validate_features")
 class ItemSequenceModel(nn.Module):
     """A model of jagged histories of items, whose hidden states are scored against the item table.
 
-    Items are looked up, their places from the end are added, then come the subclass's blocks and a layer norm.
+    Items are looked up, their side features and places from the end are added, then come the subclass's blocks and a layer norm.
 
     Args:
         config: the subclass's arguments, as plain values; `num_items`, `embedding_dim`, `num_layers`, `max_seq_len` and `dropout`
@@ -41,13 +42,13 @@ class ItemSequenceModel(nn.Module):
         takes_times: whether features have the times of their rows, too.
         num_rows: rows of the item table; None for `num_items`.
         num_positions: places from the end that have a vector of their own; None for `max_seq_len`.
-        output, output_fan_in, output_dense_items, output_groups: as of `SASRec`.
+        item_features, output, output_fan_in, output_dense_items, output_groups: as of `SASRec`.
         device: where parameters live; `"meta"` allocates nothing.
 
     Attributes:
         config: the arguments.
         takes_times: as above.
-        output: as given, or made.
+        item_features, output: as given, or made.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class ItemSequenceModel(nn.Module):
         takes_times: bool = False,
         num_rows: int | None = None,
         num_positions: int | None = None,
+        item_features: ItemFeatures | Mapping[str, Any] | None = None,
         output: GroupSparseHead | None = None,
         output_fan_in: int | None = None,
         output_dense_items: int = 0,
@@ -79,6 +81,12 @@ class ItemSequenceModel(nn.Module):
             ],
             device=torch.device(device) if device is not None else None,
         )
+        if item_features is not None and not isinstance(item_features, ItemFeatures):
+            item_features = ItemFeatures(**item_features, device=device)
+        self.item_features = item_features
+        if item_features is not None:
+            _check_item_features(item_features, num_items, width)
+            self.config |= {"item_features": item_features.config}
         self.positions = PositionalEncoding(
             config["max_seq_len"] if num_positions is None else num_positions, width, device=device
         )
@@ -129,9 +137,10 @@ class ItemSequenceModel(nn.Module):
         """Draw new weights in every part."""
         table = self.item_embeddings.embeddings[FEATURE].weight
         nn.init.normal_(table, std=table.shape[1] ** -0.5)
-        parts: list[Any] = [self.positions, *self.blocks, self.norm]
-        for part in [*parts, self.output] if self.output is not None else parts:
-            part.reset_parameters()
+        parts: list[Any] = [self.positions, *self.blocks, self.norm, self.item_features, self.output]
+        for part in parts:
+            if part is not None:
+                part.reset_parameters()
 
     def forward(self, features: KeyedJaggedTensor) -> JaggedTensor:
         """Return the hidden state of every row."""
@@ -150,7 +159,10 @@ class ItemSequenceModel(nn.Module):
         return self(features), targets
 
     def _encoded(self, features: KeyedJaggedTensor) -> JaggedTensor:
-        x = self.positions(self.item_embeddings(features)[FEATURE])
+        x = self.item_embeddings(features)[FEATURE]
+        if self.item_features is not None:
+            x = with_values(x, x.values() + self.item_features(features[FEATURE].values()).to(x.values().dtype))
+        x = self.positions(x)
         x = with_values(x, self.embedding_dropout(x.values()))
         times = features[TIMES].values() if self.takes_times else None
         for block in self.blocks:
@@ -167,6 +179,15 @@ class ItemSequenceModel(nn.Module):
             return hidden
         has_rows = features[FEATURE].lengths() > 0
         return torch.cat([hidden, has_rows.to(hidden.dtype)[:, None]], 1)
+
+
+def _check_item_features(features: ItemFeatures, num_items: int, width: int) -> None:
+    found = features.config["num_items"], features.config["embedding_dim"]
+    if found != (num_items, width):
+        raise ValueError(
+            f"item_features: got those of {found[0]} items, {found[1]} wide, expected {num_items} and {width}, num_items and "
+            "embedding_dim"
+        )
 
 
 def _check_output(output: GroupSparseHead, num_items: int, width: int) -> None:

@@ -22,7 +22,7 @@ from jagged.data import DataError, Encoders, Schema, Vocabulary
 from jagged.data.label_names import LABEL_NAMES, write_label_names
 from jagged.evaluation import item_table
 from jagged.metrics import TrainCounts
-from jagged.models import ItemSequenceModel, build, build_empty, name_of
+from jagged.models import ItemFeatures, ItemSequenceModel, build, build_empty, name_of
 from jagged.modules import GroupSparseHead
 
 WEIGHTS = "model.safetensors"
@@ -235,7 +235,7 @@ def load_task(directory: str | os.PathLike[str], task: Any = None, *, device: to
         expected = {name: _expected(value) for name, value in task.kept.state_dict().items()}
         weights = artifacts.read_tensors(directory / WEIGHTS, expected, f"by {type(task.kept).__name__}")
     task.kept.load_state_dict(weights)
-    _check_heads(task.kept, directory / WEIGHTS)
+    _check_numbers(task.kept, directory / WEIGHTS)
     return task.to(device).eval()
 
 
@@ -338,12 +338,15 @@ def _read_model(directory: Path) -> ItemSequenceModel:
     except Exception as error:
         # The bytes are those that the manifest promised; what still fails was made by other hands.
         raise CheckpointError(f"{where}: no model of this library: {artifacts.reason(error)}") from error
-    _check_heads(model, directory / WEIGHTS)
+    _check_numbers(model, directory / WEIGHTS)
     return model
 
 
-def _check_heads(model: nn.Module, where: Path) -> None:
-    """Refuse places and inputs of labels that there are none of: kernels would read them from other memory."""
+def _check_numbers(model: nn.Module, where: Path) -> None:
+    """Refuse places and inputs of labels, and values of items, that there are none of: kernels would read from other memory."""
+    for features in (module for module in model.modules() if isinstance(module, ItemFeatures)):
+        if (name := features.damage()) is not None:
+            raise CheckpointError(message(where, f"{name} out of range", "those of a table of items", "copy the directory again"))
     for head in (module for module in model.modules() if isinstance(module, GroupSparseHead)):
         offsets, labels = head.group_offsets, torch.arange(head.num_labels, device=head.labels.device, dtype=head.labels.dtype)
         is_permutation = torch.equal(head.labels.sort().values, labels)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
+from jagged.models.item_features import ItemFeatures
 from jagged.models.item_sequences import ItemSequenceModel
 from jagged.modules import GroupSparseHead, JaggedTransformerBlock
 
@@ -22,6 +26,8 @@ class SASRec(ItemSequenceModel):
         dropout: probability, on the embeddings and inside the blocks.
         num_time_buckets: add to the scores of attention a learned number for each head and bucket of the time between rows, two
             buckets an octave (`jagged.ops.jagged_attention`: `time_bias`); None for none.
+        item_features: side features of the items, added to what is looked up: made by `ItemFeatures.of`, or the `config` of such
+            whose weights are to be loaded; None for none. Scores stay products with the item table alone.
         output: the items' weights for scores, of few inputs each: a head of `loss="softmax"` that reads `embedding_dim` features,
             without projections; None: the item table, or what the next three say.
         output_fan_in: inputs of an item that has no dense layer, of an output layer that is to be loaded; None for none.
@@ -30,7 +36,7 @@ class SASRec(ItemSequenceModel):
 
     Attributes:
         takes_times: whether features have the times of their rows, too.
-        output: as given, or made.
+        item_features, output: as given, or made.
 
     Shape:
         KeyedJaggedTensor of at least one sample with the key `"item_id"` in, and with time buckets the key `"timestamp"` of as
@@ -55,6 +61,7 @@ class SASRec(ItemSequenceModel):
         max_seq_len: int = 50,
         dropout: float = 0.2,
         num_time_buckets: int | None = None,
+        item_features: ItemFeatures | Mapping[str, Any] | None = None,
         output: GroupSparseHead | None = None,
         output_fan_in: int | None = None,
         output_dense_items: int = 0,
@@ -76,6 +83,7 @@ class SASRec(ItemSequenceModel):
                 embedding_dim, num_heads, dropout=dropout, num_time_buckets=num_time_buckets, device=device
             ),
             takes_times=num_time_buckets is not None,
+            item_features=item_features,
             output=output,
             output_fan_in=output_fan_in,
             output_dense_items=output_dense_items,

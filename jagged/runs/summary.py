@@ -20,7 +20,13 @@ _LEFT_OUT = {
     "events_below_min_events": "events of users and items that have too few",
     "skipped_rows": "malformed rows",
 }
-_NAMED = {"skipped_rows_first": "malformed:", "columns_not_used": "columns not used:", "files_left_out": "files not read:"}
+_NAMED = {
+    "skipped_rows_first": "malformed:",
+    "columns_not_used": "columns not used:",
+    "files_left_out": "files not read:",
+    "item_features": "side features of items:",
+    "item_columns_not_used": "columns of items not used:",
+}
 # The same of a table's rows.
 _ROWS_LEFT_OUT = {
     "bad": "malformed rows",
@@ -131,6 +137,8 @@ def notes_lines(notes: Mapping[str, int | list[str]]) -> list[str]:
         named = notes.get(name)
         if isinstance(named, list) and named:
             lines.append(f"{words} {shortened(named)}")
+    if without := notes.get("items_without_row"):
+        lines.append(f"{without:,} items have no row in the table of items, and no side features")
     return lines
 
 

@@ -16,10 +16,21 @@ from torch import nn
 from jagged import artifacts
 from jagged.artifacts import CheckpointError
 from jagged.config import ConfigError, MultiLabelConfig, RankingConfig, TrainConfig, load_config
-from jagged.data import BatchLoader, Dataset, SequenceDataset, SequenceSplit, read_events, synthetic_sessions
+from jagged.data import (
+    BatchLoader,
+    Dataset,
+    ItemTable,
+    SequenceDataset,
+    SequenceSplit,
+    Vocabulary,
+    read_events,
+    read_item_table,
+    synthetic_sessions,
+)
+from jagged.data.errors import refuse
 from jagged.evaluation import takes_times
 from jagged.metrics import RunMetrics, TrainCounts, cut_offs
-from jagged.models import ItemSequenceModel, NextItemTask, build, build_head, build_output
+from jagged.models import ItemFeatures, ItemSequenceModel, NextItemTask, build, build_head, build_output, takes
 from jagged.models.pretrained import CONFIG, save_pretrained
 from jagged.runs.run import split_events
 from jagged.runs.starting import rewiring
@@ -33,6 +44,7 @@ from jagged.training.table_updates import keep_on_host
 from jagged.training.trainer import Trainer, TrainResult, locked, resolved
 
 DATASET = "dataset"
+ITEM_TABLE = "item_table"
 
 
 def train(
@@ -97,9 +109,10 @@ def train(
             raise TrainingError("head: scalable trains in one process; start one, or take head=cross-entropy or head=sampled")
         if config.model.name == "bert4rec" and processes.world_size > 1:
             raise TrainingError("model: bert4rec trains in one process; start one, or take model=sasrec or model=hstu")
+        item_table = _item_table(config, split.items, directory, progress and processes.is_first)
         torch.manual_seed(config.seed)
         train_counts = TrainCounts.from_part(split.train)
-        model = _model(config, train_counts, processes.device)
+        model = _model(config, train_counts, item_table, processes.device)
         head = build_head(config, train_counts.users_per_item)
         task = NextItemTask(
             model,
@@ -118,6 +131,8 @@ def train(
         if processes.is_first:
             with artifacts.writing(directory / DATASET, "make room, or choose another output", CheckpointError):
                 dataset.save(directory / DATASET)
+                if item_table is not None and not (directory / ITEM_TABLE).exists():
+                    item_table.save(directory / ITEM_TABLE)
                 # From here on the run needs nothing else to go on; one that goes on already has its own.
                 if not list_checkpoints(directory / CHECKPOINTS):
                     config.save(directory / CONFIG)
@@ -132,7 +147,7 @@ def train(
             resume,
             progress,
             fingerprint=dataset.fingerprint,
-            write=partial(_write, directory, config, split, train_counts),
+            write=partial(_write, directory, config, split, train_counts, item_table),
             valid_note=note,
             options=config.model_dump(),
         )
@@ -177,13 +192,38 @@ def _split(config: TrainConfig, dataset: SequenceDataset) -> SequenceSplit:
     return split
 
 
-def _model(config: TrainConfig, counts: TrainCounts, device: torch.device) -> ItemSequenceModel:
+def _item_table(config: TrainConfig, items: Vocabulary, directory: Path, progress: bool) -> ItemTable | None:
+    """The items' side features, of a run that goes on those that it began with."""
+    if config.data.items is None:
+        return None
+    if not takes(config.model.name, "item_features"):
+        raise TrainingError(
+            f"data.items: {config.model.name} takes no side features of items; leave it out, or take model=sasrec"
+        )
+    if (directory / ITEM_TABLE).exists():
+        found = ItemTable.load(directory / ITEM_TABLE)
+        if found.num_items != len(items):
+            raise refuse(directory / ITEM_TABLE, f"a table of {found.num_items:,} items", f"{len(items):,}", "start anew")
+        return found
+    return read_item_table(
+        config.data.items,
+        items,
+        item_column=config.data.item_column,
+        columns=config.data.item_columns,
+        on_error=config.data.on_error,
+        progress=progress,
+    )
+
+
+def _model(config: TrainConfig, counts: TrainCounts, item_table: ItemTable | None, device: torch.device) -> ItemSequenceModel:
     num_items = len(counts.users_per_item)
     arguments = {"num_items": num_items, **config.model.model_dump(exclude={"name"}), "max_seq_len": config.data.max_seq_len}
     try:
         output = build_output(config, counts.users_per_item, counts.num_users)
-        with_output = {} if output is None else {"output": output}
-        model: ItemSequenceModel = build(config.model.name, **arguments, **with_output).to(device)
+        parts: dict[str, Any] = {} if output is None else {"output": output}
+        if item_table is not None:
+            parts["item_features"] = ItemFeatures.of(item_table, arguments["embedding_dim"])
+        model: ItemSequenceModel = build(config.model.name, **arguments, **parts).to(device)
     except (RuntimeError, MemoryError) as error:
         # torch says that memory is out by a RuntimeError of many lines; what was asked for is what the user can change.
         if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "memory" not in str(error):
@@ -228,6 +268,7 @@ def _write(
     config: TrainConfig,
     split: SequenceSplit,
     train_counts: TrainCounts,
+    item_table: ItemTable | None,
     task: nn.Module,
     metrics: RunMetrics,
     history: list[dict[str, Any]],
@@ -243,7 +284,7 @@ def _write(
         "test": len(split.test),
         "fingerprint": dataset.fingerprint,
         "time_unit": dataset.time_unit,
-        "notes": {**dataset.notes, **split.notes},
+        "notes": {**dataset.notes, **split.notes, **({} if item_table is None else item_table.notes)},
         "unknown": {"valid": split.valid.unknown(), "test": split.test.unknown()},
     }
     save_pretrained(
