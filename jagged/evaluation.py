@@ -74,6 +74,11 @@ def takes_times(model: Any) -> bool:
     return bool(getattr(model, "takes_times", False))
 
 
+def event_features(model: Any) -> tuple[str, ...]:
+    """The side features of events that a model of histories takes, under keys of their names."""
+    return tuple(getattr(model, "event_features", ()))
+
+
 class Popularity(nn.Module):
     """Ranks every user's items by how many training users had them.
 

@@ -19,6 +19,7 @@ class DataOptions(Section):
     user_column: str = option("user_id", "column of user ids")
     item_column: str = option("item_id", "column of item ids")
     timestamp_column: str = option("timestamp", "column of times: numbers or timestamps")
+    event_columns: tuple[str, ...] = option((), "column of ids that is a side feature of events, may be repeated")
     duplicates: Literal["drop", "keep"] = option("drop", "what becomes of an event with user, item and time of an earlier one")
     min_events: int = option(1, "fewest events of a user and of an item; those with fewer are left out until none is left", ge=1)
     on_error: Literal["stop", "skip"] = option(

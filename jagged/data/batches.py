@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,12 +16,11 @@ from torch.utils.data import DataLoader
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from jagged.data.dataset import KEY, TIME_KEY
 from jagged.data.gather import BatchSource, only_with_parent
 from jagged.data.plan import Balance, Plan, PlannedLoader
 from jagged.data.splits import SequencePart
 from jagged.ops import trust_values
-
-KEY, TIME_KEY = "item_id", "timestamp"
 
 NO_TIMES = "with_times: got a dataset without times, expected one with them; read a table with a time column"
 
@@ -34,7 +33,8 @@ class SequenceBatch(Pipelineable):  # type: ignore[misc]
 
     Attributes:
         features: key "item_id": int64 dense item ids, oldest first, `B` samples with `sum L` rows. Of a loader `with_times` also
-            key "timestamp": int64, the time of each row, seconds of calendar times, numbers as they are.
+            key "timestamp": int64, the time of each row, seconds of calendar times, numbers as they are; and a key for each side
+            feature of events `with_features`: int64, the model's row of each row's value.
         targets: int64; training: `[sum L]`, the next item of every row; evaluation: `[B]`, the item held out, -1 where the model
             has no row for it.
         users: int64 `[B]`, dense user ids.
@@ -113,10 +113,12 @@ class BatchLoader(PlannedLoader):
             histories takes them.
         with_viewed: evaluation: also hand out the whole history of each user.
         with_times: also hand out the time of each row.
+        with_features: names of side features of events to hand out, too.
         multiprocessing_context: how workers start ("fork", "spawn", "forkserver"); None for Python's default.
 
     Raises:
-        ValueError: an option out of range, an empty part, fewer samples than ranks, or times of a dataset that has none.
+        ValueError: an option out of range, an empty part, fewer samples than ranks, or times or features of a dataset that has
+            none.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class BatchLoader(PlannedLoader):
         balance: Balance = "lengths",
         with_viewed: bool = False,
         with_times: bool = False,
+        with_features: Sequence[str] = (),
         multiprocessing_context: str | None = None,
     ) -> None:
         if max_seq_len < 1:
@@ -145,15 +148,19 @@ class BatchLoader(PlannedLoader):
             raise ValueError("with_viewed: got a training part, expected one with targets")
         if with_times and part.dataset.timestamps is None:
             raise ValueError(NO_TIMES)
+        if lacking := [name for name in with_features if name not in part.features]:
+            raise ValueError(
+                f"with_features: got {lacking[0]!r}, expected one of {list(part.features)}, those of the events read"
+            )
         rows = (part.lengths - int(part.target is None)).clamp(0, max_seq_len).numpy()
         self._plan = Plan(rows, batch_size, max_tokens, seed if shuffle else None, rank, world_size, balance)
         if max_tokens is not None and max_tokens < max_seq_len:
             raise ValueError(
                 f"max_tokens: got {max_tokens}, expected at least max_seq_len ({max_seq_len}), or a long sample fits no batch"
             )
-        self._keys = (KEY, TIME_KEY) if with_times else (KEY,)
+        self._keys = (KEY, *((TIME_KEY,) if with_times else ()), *with_features)
         self._with_viewed = with_viewed
-        source = BatchSource(part, max_seq_len, with_viewed, with_times)
+        source = BatchSource(part, max_seq_len, with_viewed, with_times, tuple(with_features))
         self._num_items = source.num_items
         self._loader: DataLoader[Tensor] = DataLoader(
             source,
@@ -182,12 +189,12 @@ def _unpack(packed: Tensor, keys: tuple[str, ...], num_items: int, with_viewed: 
     return SequenceBatch(features, targets, users, keyed(*pieces[5:]) if with_viewed else None, num_items)
 
 
-def features_of(values: Tensor, lengths: Tensor, times: Tensor | None = None) -> KeyedJaggedTensor:
-    """Return histories, and the times of their rows, as a batch's `features`: `values`, `times` `[sum L]`, `lengths` `[B]`."""
-    parts = [values] if times is None else [values, times]
-    lengths = lengths.repeat(len(parts))
+def features_of(values: Tensor, lengths: Tensor, others: Mapping[str, Tensor] | None = None) -> KeyedJaggedTensor:
+    """Return histories as a batch's `features`: `values` `[sum L]`, `lengths` `[B]`, and by key what else rows have `[sum L]`."""
+    named = {KEY: values, **(others or {})}
+    lengths = lengths.repeat(len(named))
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    return keyed(torch.cat(parts), lengths, offsets, (KEY, TIME_KEY)[: len(parts)])
+    return keyed(torch.cat(list(named.values())), lengths, offsets, tuple(named))
 
 
 def keyed(values: Tensor, lengths: Tensor, offsets: Tensor, keys: tuple[str, ...] = (KEY,)) -> KeyedJaggedTensor:

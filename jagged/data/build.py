@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from jagged.data.dataset import EVENTS, ITEMS, USERS, Notes, SequenceDataset, sealed
+from jagged.data.dataset import EVENTS, ITEMS, USERS, Notes, SequenceDataset, sealed, values_file
 from jagged.data.errors import refuse
 from jagged.data.sources import ROWS, Table
 from jagged.data.vocabulary import Vocabulary, digest, infer_integers
@@ -35,6 +35,7 @@ class BuildOptions:
         typed: ids keep the type they come in; otherwise text ids that are all integers become int64.
         drop_duplicates: an event that has user, item and time of an earlier one is left out.
         min_events: of every user and of every item, in the end.
+        features: names of the events' side features, whose values are in the columns `feature_0` and so on.
         notes: of the dataset, beside those made here.
     """
 
@@ -42,6 +43,7 @@ class BuildOptions:
     typed: bool = True
     drop_duplicates: bool = False
     min_events: int = 1
+    features: tuple[str, ...] = ()
     notes: Notes = field(default_factory=dict)
 
 
@@ -65,33 +67,44 @@ def build(table: Table, directory: Path, options: BuildOptions, advance: Callabl
     # Ids by their first appearance: a table keeps the order of what is put into it, and its `rowid` is the number of an id.
     for name in ("user", "item"):
         table.sql(f"CREATE TABLE {name}s AS SELECT {name} AS id FROM {rows} GROUP BY {name} ORDER BY min(rowid)")
+    # Of a side feature the number 0 is a missing value.
+    features = [f"feature_{place}" for place in range(len(options.features))]
+    for name in features:
+        seen = f"SELECT {name} AS id FROM {rows} WHERE {name} IS NOT NULL GROUP BY {name} ORDER BY min(rowid)"
+        table.sql(f"CREATE TABLE {name}s AS {seen}")
+    numbers = "".join(f"coalesce({name}s.rowid + 1, 0) AS {name}, " for name in features)
+    joined = "".join(f" LEFT JOIN {name}s ON e.{name} = {name}s.id" for name in features)
     table.sql(
-        f"CREATE TABLE events AS SELECT users.rowid AS user, items.rowid AS item, {'e.time, ' if timed else ''}e.rowid AS place "
-        f"FROM {rows} AS e JOIN users ON e.user = users.id JOIN items ON e.item = items.id"
+        f"CREATE TABLE events AS SELECT users.rowid AS user, items.rowid AS item, {'e.time, ' if timed else ''}{numbers}"
+        f"e.rowid AS place FROM {rows} AS e JOIN users ON e.user = users.id JOIN items ON e.item = items.id{joined}"
     )
     table.sql(f"DROP TABLE {rows}")
     if options.drop_duplicates and timed:
-        notes |= _without_duplicates(table)
+        notes |= _without_duplicates(table, features)
     if options.min_events > 1:
         notes |= _core(table, options.min_events)
     vocabularies = []
-    for name in ("user", "item"):
+    for name in ("user", "item", *features):
         ids = pa.chunked_array([batch.column(0) for batch in table.batches(f"SELECT id FROM {name}s ORDER BY rowid")])
         ids = ids.combine_chunks().cast(pa.int64() if pa.types.is_integer(ids.type) else pa.large_string())
         vocabularies.append(Vocabulary(ids if options.typed else infer_integers(ids)))
-    users, items = vocabularies
+    users, items, *values = vocabularies
     offsets = np.zeros(len(users) + 1, dtype=np.int64)
     counts = table.batches("SELECT count(*) FROM events GROUP BY user ORDER BY user")
     np.cumsum(np.concatenate([batch.column(0).to_numpy() for batch in counts]), out=offsets[1:])
-    fingerprint = _write_events(table, directory / EVENTS, offsets, users, items, timed, advance)
+    kinds = (*(["time"] if timed else []), *features)
+    fingerprint = _write_events(table, directory / EVENTS, offsets, vocabularies, kinds, options.features, advance)
     users.save(directory / USERS)
     items.save(directory / ITEMS)
+    for place, of in enumerate(values):
+        of.save(directory / values_file(place))
     content = {
         "fingerprint": fingerprint,
         "num_users": len(users),
         "num_items": len(items),
         "num_events": int(offsets[-1]),
         "time_kind": options.time_kind,
+        "features": list(options.features),
         "notes": notes,
     }
     return sealed(directory, content)
@@ -110,9 +123,12 @@ def _flat(table: Table, timed: bool, notes: Notes) -> str:
     return "flat"
 
 
-def _without_duplicates(table: Table) -> Notes:
+def _without_duplicates(table: Table, features: list[str]) -> Notes:
     before = table.sql("SELECT count(*) FROM events")[0][0]
-    table.sql("CREATE TABLE kept AS SELECT user, item, time, min(place) AS place FROM events GROUP BY user, item, time")
+    of_first = "".join(f"arg_min({name}, place) AS {name}, " for name in features)
+    table.sql(
+        f"CREATE TABLE kept AS SELECT user, item, time, {of_first}min(place) AS place FROM events GROUP BY user, item, time"
+    )
     table.sql("DROP TABLE events")
     table.sql("ALTER TABLE kept RENAME TO events")
     dropped = before - table.sql("SELECT count(*) FROM events")[0][0]
@@ -155,25 +171,31 @@ def _write_events(
     table: Table,
     path: Path,
     offsets: IntArray,
-    users: Vocabulary,
-    items: Vocabulary,
-    timed: bool,
+    vocabularies: list[Vocabulary],
+    columns: tuple[str, ...],
+    features: tuple[str, ...],
     advance: Callable[[int], object],
 ) -> str:
     """Write the events in order, and return their fingerprint.
 
+    `columns` are those of the table behind `item`.
+
     torch needs a column in one piece, so the file has one batch: it is written with room for the values, which then are filled in
     as they come.
     """
-    names = ("item_id", "timestamp") if timed else ("item_id",)
+    timed = "time" in columns
+    names = ("item_id", *("timestamp" if name == "time" else name for name in columns))
     places = _write_room(path, names, offsets)
     order = "user, time, place" if timed else "user, place"
+    users, items, *values_of = vocabularies
     sha = hashlib.sha256(b"jagged.dataset.1:" + digest(users.ids) + digest(items.ids))
+    for name, of in zip(features, values_of, strict=True):
+        sha.update(f"{name}:".encode() + digest(of.ids))
     sha.update(offsets.tobytes())
     sha.update(b"item_id")
     written = 0
     with open(path, "r+b") as file:
-        for batch in table.batches(f"SELECT item{', time' if timed else ''} FROM events ORDER BY {order}", _BLOCK_EVENTS):
+        for batch in table.batches(f"SELECT {', '.join(('item', *columns))} FROM events ORDER BY {order}", _BLOCK_EVENTS):
             for place, column in zip(places, batch.columns, strict=True):
                 values = np.ascontiguousarray(column.to_numpy(), dtype=np.int64)
                 file.seek(place + 8 * written)

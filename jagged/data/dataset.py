@@ -25,6 +25,8 @@ from jagged.data.vocabulary import Vocabulary
 EVENTS = "events.arrow"
 USERS = "users.arrow"
 ITEMS = "items.arrow"
+# What batches call items and their times; side features of events have their own names.
+KEY, TIME_KEY = "item_id", "timestamp"
 FORMAT_VERSION = 1
 
 # Counts, and lists of names.
@@ -46,6 +48,8 @@ class SequenceDataset:
         item_ids: int64 `[S]`, dense item ids.
         timestamps: int64 `[S]`, ascending within a user, or None; numbers as in the file, calendar times in microseconds since
             1970.
+        features: by name the side features of events, int64 `[S]`: 0 where a value is missing, else its place in
+            `feature_values` and 1.
     """
 
     def __init__(self, directory: str | os.PathLike[str], manifest: dict[str, Any]) -> None:
@@ -53,13 +57,17 @@ class SequenceDataset:
         self._manifest = manifest
         self._vocabularies: dict[str, Vocabulary] = {}
         self._keep: object = None
-        batch = _read_events(self.directory / EVENTS)
+        names = manifest.get("features", [])
+        batch = _read_events(self.directory / EVENTS, len(names))
         items = batch.column("item_id")
         self.offsets: Tensor = from_dlpack(items.offsets)
         self.item_ids: Tensor = from_dlpack(items.values)
         self.timestamps: Tensor | None = None
         if "timestamp" in batch.schema.names:
             self.timestamps = from_dlpack(batch.column("timestamp").values)
+        self.features: dict[str, Tensor] = {
+            name: from_dlpack(batch.column(f"feature_{place}").values) for place, name in enumerate(names)
+        }
 
     @property
     def users(self) -> Vocabulary:
@@ -70,6 +78,10 @@ class SequenceDataset:
     def items(self) -> Vocabulary:
         """The items' ids."""
         return self._vocabulary(ITEMS)
+
+    def feature_values(self, name: str) -> Vocabulary:
+        """The values of a side feature of events; that of the number i + 1 is at i."""
+        return self._vocabulary(values_file(list(self.features).index(name)))
 
     def _vocabulary(self, name: str) -> Vocabulary:
         if name not in self._vocabularies:
@@ -151,7 +163,7 @@ class SequenceDataset:
                 return
             raise refuse(target, "another dataset", "a directory that does not exist yet", "name another one")
         with new_directory(target) as copy:
-            for name in (*_FILES, MANIFEST):
+            for name in (*_files(self._manifest), MANIFEST):
                 shutil.copyfile(self.directory / name, copy / name)
 
     @classmethod
@@ -184,6 +196,10 @@ class SequenceDataset:
             raise refuse(where, "offsets that do not fit the events", "a dataset of this library")
         if items is None or int(items.min) < 0 or int(items.max) >= self.num_items:
             raise refuse(where, "item ids out of range", f"0 to {self.num_items - 1}")
+        for place, (name, values) in enumerate(self.features.items()):
+            known = len(self._vocabulary(values_file(place)))
+            if values.shape != self.item_ids.shape or int(values.min()) < 0 or int(values.max()) > known:
+                raise refuse(where, f"values of {shown(name)} out of range", f"0 to {known} for each event")
         for name, count in ((USERS, self.num_users), (ITEMS, self.num_items)):
             if len(self._vocabulary(name)) != count:
                 raise refuse(self.directory / name, f"{len(self._vocabulary(name))} ids", f"{count}")
@@ -220,16 +236,26 @@ def _remove(directory: str, process: int) -> None:
 
 def sealed(directory: Path, content: dict[str, Any]) -> SequenceDataset:
     """The dataset of the data files in a directory, after `content` was put beside their sizes and SHA-256 in its manifest."""
-    return SequenceDataset(directory, write_manifest(directory, _FILES, content, bar=True).content)
+    return SequenceDataset(directory, write_manifest(directory, _files(content), content, bar=True).content)
 
 
-def _read_events(path: Path) -> pa.RecordBatch:
+def values_file(place: int) -> str:
+    """The file of the values of a side feature of events, by its place."""
+    return f"values-{place}.arrow"
+
+
+def _files(content: dict[str, Any]) -> list[str]:
+    return [*_FILES, *(values_file(place) for place in range(len(content.get("features", []))))]
+
+
+def _read_events(path: Path, num_features: int) -> pa.RecordBatch:
     """The one batch of an events file, mapped, a row a user."""
     expected = "the events of a dataset"
     with errors_as(DataError):
         batches = read_arrow(path, expected, mapped=True)
     names = batches[0].schema.names if len(batches) == 1 else None
-    if names not in (["item_id"], ["item_id", "timestamp"]):
+    features = [f"feature_{place}" for place in range(num_features)]
+    if names not in (["item_id", *features], ["item_id", "timestamp", *features]):
         raise refuse(path, f"columns {shown(names)} in {len(batches)} batches", expected, "read the events again")
     for name, column in zip(names, batches[0].columns, strict=True):
         if column.type != pa.large_list(pa.int64()) or column.null_count or column.offset or column.values.null_count:
@@ -240,7 +266,10 @@ def _read_events(path: Path) -> pa.RecordBatch:
 def _check_manifest(manifest: Manifest, path: Path) -> None:
     content = manifest.content
     found = None
-    if set(manifest.files) != set(_FILES):
+    features = content.get("features", [])
+    if not isinstance(features, list) or not all(isinstance(name, str) and name for name in features):
+        found = f"features {shown(features)}"
+    elif set(manifest.files) != set(_files(content)):
         found = f"the files {shown(sorted(manifest.files))}"
     elif bad := [name for name in _COUNTS if type(content.get(name)) is not int or content[name] < 0]:
         found = f"{bad[0]} {shown(content.get(bad[0]))}"

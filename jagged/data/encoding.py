@@ -23,12 +23,11 @@ from jagged.artifacts import MANIFEST, errors_as, new_directory, verify, write_m
 from jagged.data.errors import DataError, refuse, shown
 from jagged.data.records import read_column, write_column
 from jagged.data.schema import Column
-from jagged.data.vocabulary import Vocabulary
+from jagged.data.vocabulary import FIRST, MISSING, UNSEEN, Vocabulary
 
 IntArray = npt.NDArray[np.int64]
 CodeArray = npt.NDArray[np.int32]
 
-MISSING, UNSEEN, FIRST = 0, 1, 2
 FORMAT_VERSION = 1
 _NUMBERS = 1 << 20
 _LARGEST = float(np.finfo(np.float32).max)

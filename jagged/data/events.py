@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,8 +16,8 @@ from tqdm import tqdm
 from jagged.artifacts import DAY, new_directory, remove, sweep, writing
 from jagged.artifacts.errors import one_line
 from jagged.data.build import BuildOptions, build
-from jagged.data.dataset import FORMAT_VERSION, Notes, SequenceDataset, own_temporary, temporary_directory
-from jagged.data.errors import DataError, Skipped, refuse
+from jagged.data.dataset import FORMAT_VERSION, KEY, TIME_KEY, Notes, SequenceDataset, own_temporary, temporary_directory
+from jagged.data.errors import DataError, Skipped, refuse, shown
 from jagged.data.files import EVENT_FORMATS, reading
 from jagged.data.intake import Columns, Intake
 from jagged.data.sources import Source, find_source, new_table, reading_bar
@@ -37,6 +38,7 @@ def read_events(
     user_column: str = "user_id",
     item_column: str = "item_id",
     timestamp_column: str | None = "timestamp",
+    event_columns: Sequence[str] = (),
     duplicates: Literal["drop", "keep"] = "drop",
     min_events: int = 1,
     on_error: Literal["stop", "skip"] = "stop",
@@ -60,6 +62,8 @@ def read_events(
         format: "auto", "text", "csv" or "parquet", of files.
         user_column, item_column, timestamp_column: names of the columns of a table. Times are whole numbers of any unit or
             calendar times. `timestamp_column` None or "" states that the rows are oldest first; then the dataset has no times.
+        event_columns: columns of a table of one event a row that are side features of events, as what a user did to the item:
+            ids, which are integers, booleans or strings, and may be missing.
         duplicates: "drop" leaves out an event with user, item and time of an earlier one; "keep" takes it, as events without
             times always are.
         min_events: users and items with fewer events are left out, counted again until all that are left have so many.
@@ -76,10 +80,14 @@ def read_events(
             cannot be written: one line with the place and the cure.
         ValueError: an option has no such value.
     """
-    columns = Columns(user_column, item_column, timestamp_column or None)
+    columns = Columns(user_column, item_column, timestamp_column or None, tuple(event_columns))
     name = os.fspath(source) if isinstance(source, (str, os.PathLike)) else type(source).__name__
     if len(set(columns.names())) != len(columns.names()) or not all(columns.names()):
         raise refuse(name, f"the column names {columns.names()}", "different, non-empty names")
+    if taken := {KEY, TIME_KEY}.intersection(event_columns):
+        raise refuse(
+            name, f"the event column {shown(taken.pop())}", "another name, which batches have for something else", "rename it"
+        )
     options = _Options(columns, duplicates, min_events, on_error)
     skipped = Skipped() if on_error == "skip" else None
     found = find_source(
@@ -158,7 +166,10 @@ def _build(
             table.fill(intake.blocks(source.blocks(advance)))
         intake.finish()
         kind = intake.time_kind or "number"
-        made = BuildOptions(kind, not intake.is_text, options.duplicates == "drop", options.min_events, _notes(source, intake))
+        made = BuildOptions(
+            kind, not intake.is_text, options.duplicates == "drop", options.min_events, options.columns.features,
+            _notes(source, intake),
+        )  # fmt: skip
         # A bar that appears only when the work outlasts two seconds.
         quiet: dict[str, Any] = {"disable": not progress, "delay": 2, "leave": False, "unit_scale": True}
         with tqdm(desc="Sorting", unit=" events", **quiet) as bar, writing(directory.parent, cure, DataError):

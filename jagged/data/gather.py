@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -19,9 +20,17 @@ from jagged.ops import validate_ids
 class BatchSource(Dataset[Tensor]):
     """Builds the batch of some samples as one tensor: a worker then shares one piece of memory a batch, not seven."""
 
-    def __init__(self, part: SequencePart, max_seq_len: int, with_viewed: bool, with_times: bool = False) -> None:
+    def __init__(
+        self,
+        part: SequencePart,
+        max_seq_len: int,
+        with_viewed: bool,
+        with_times: bool = False,
+        with_features: Sequence[str] = (),
+    ) -> None:
         self.part = part
         self.with_times = with_times
+        self.with_features = with_features
         self.max_seq_len = max_seq_len
         self.num_items = part.num_items
         self.with_viewed = with_viewed
@@ -52,6 +61,7 @@ class BatchSource(Dataset[Tensor]):
             last = ranges(lengths.cumsum(0) - recent, recent)
             rows, items, lengths = rows[last], items[last], recent
         values = [items, seconds(part.dataset, rows)] if self.with_times else [items]
+        values += [part.feature(name, rows) for name in self.with_features]
         histories = [_jagged(torch.cat(values), lengths.repeat(len(values))), *viewed]
         pieces = [part.user[chosen], targets, *chain.from_iterable(histories)]
         return torch.cat([torch.tensor([len(piece) for piece in pieces]), *pieces])

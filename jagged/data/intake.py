@@ -32,15 +32,19 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of the columns that hold users, items and times; no time column means that the file's order is the order."""
+    """Names of the columns that hold users, items and times; no time column means that the file's order is the order.
+
+    `features` are those of the events' side features.
+    """
 
     user: str
     item: str
     timestamp: str | None
+    features: tuple[str, ...] = ()
 
     def names(self) -> list[str]:
         """Those that are read."""
-        return [name for name in (self.user, self.item, self.timestamp) if name is not None]
+        return [*(name for name in (self.user, self.item, self.timestamp) if name is not None), *self.features]
 
     def choose(self, where: str, found: list[str]) -> list[str]:
         """As `jagged.data.sources.Choice`.
@@ -48,7 +52,8 @@ class Columns:
         Raises:
             DataError: one is missing, or there twice.
         """
-        options = (("user_column", self.user), ("item_column", self.item), ("timestamp_column", self.timestamp))
+        named: list[tuple[str, str | None]] = [("event_columns", name) for name in self.features]
+        options = (("user_column", self.user), ("item_column", self.item), ("timestamp_column", self.timestamp), *named)
         for option, name in options:
             if name is None or found.count(name) == 1:
                 continue
@@ -64,7 +69,8 @@ class Columns:
 class Intake:
     """Turns a source's blocks into blocks of events: `user` and `item` (int64 or large_string), `time` (int64).
 
-    Where a row is a user with lists, `item` and `time` are lists, too. `begins`, of text lines, says whether a row begins a line.
+    Side features are `feature_0` and so on (int64 or large_string), null where one is missing. Where a row is a user with lists,
+    `item` and `time` are lists, too. `begins`, of text lines, says whether a row begins a line.
 
     Args:
         source: what is read.
@@ -85,6 +91,9 @@ class Intake:
         self.source, self.columns, self.skipped = source, columns, skipped
         self.is_text = source.format in ("text", "csv")
         if source.format == "text":
+            if columns.features:
+                cure = "give a table with a header"
+                raise refuse(source.name, "lines of text", f"the columns {shown(list(columns.features), 200)}", cure)
             self.columns = Columns("user", "item", None)
         types = {one.name: one.type for one in source.schema}
         self.nested = is_list(types[self.columns.item])
@@ -93,6 +102,7 @@ class Intake:
         fields = [("user", user), ("item", pa.large_list(item) if self.nested else item)]
         if self.columns.timestamp is not None:
             fields.append(("time", pa.large_list(pa.int64()) if self.nested else pa.int64()))
+        fields += [(f"feature_{place}", self._id_type(types[name])) for place, name in enumerate(self.columns.features)]
         if source.format == "text":
             fields.append(("begins", pa.bool_()))
         self.schema = pa.schema(fields)
@@ -104,7 +114,13 @@ class Intake:
 
     def _check_types(self, types: dict[str, pa.DataType]) -> None:
         where = self.source.name
+        if self.columns.features and self.nested:
+            found = f"the column {shown(self.columns.item)} of type {types[self.columns.item]}"
+            raise refuse(where, found, "an event a row, as side features of events have it", "unnest the lists")
         for name, kind in types.items():
+            if name in self.columns.features:
+                _check_id_type(where, name, pa.int64() if pa.types.is_boolean(kind) else kind)
+                continue
             if name == self.columns.user:
                 _check_id_type(where, name, kind)
             if name in (self.columns.user, "begins"):
@@ -121,7 +137,7 @@ class Intake:
 
     def _id_type(self, kind: pa.DataType) -> pa.DataType:
         kind = _decoded_type(kind.value_type if is_list(kind) else kind)
-        return pa.int64() if pa.types.is_integer(kind) else pa.large_string()
+        return pa.int64() if pa.types.is_integer(kind) or pa.types.is_boolean(kind) else pa.large_string()
 
     def blocks(self, blocks: Iterator[Block]) -> Iterator[Block]:
         """The events of blocks of the source.
@@ -214,12 +230,27 @@ class Intake:
             self._note_units(values, item_place)
         if self.columns.timestamp is not None:
             columns.append(pa.array(values if values is not None else [], pa.int64()))
+        columns += [self._feature(block.rows.column(name), place) for name in self.columns.features]
         if bounds is not None:
             columns[1:] = [pa.LargeListArray.from_arrays(bounds, column) for column in columns[1:]]
         if "begins" in self.schema.names:
             columns.append(block.rows.column("begins"))
         self.trimmed += trimmed
         return Block(pa.record_batch(columns, schema=self.schema), block.numbers, block.file, block.unit)
+
+    def _feature(self, values: pa.Array, place: Callable[[int], str]) -> pa.Array:
+        """A side feature as ids, null where it is missing: in csv an empty field."""
+        values = _decoded(values)
+        if pa.types.is_boolean(values.type):
+            return values.cast(pa.int64())
+        if self.source.format == "csv":
+            values = pc.utf8_trim(values, characters=" ")
+            values = pc.if_else(pc.equal(values, ""), None, values)
+        # The rules of ids are for what is there.
+        there = values.is_valid()
+        at_row = np.flatnonzero(there.to_numpy(zero_copy_only=False))
+        checked = _checked_ids(values.drop_null(), "side feature", lambda row: place(int(at_row[row])))
+        return pc.replace_with_mask(pa.nulls(len(values), checked.type), there, checked)
 
     def _note_units(self, values: IntArray, place: Callable[[int], str]) -> None:
         if self.time_kind != "number" or (len(self._units) > 1 and "" in self._units):

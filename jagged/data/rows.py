@@ -69,7 +69,11 @@ def sequences(dataset: Dataset, label: str | None = None, **options: Any) -> Seq
     if missing and options.get("on_error") != "skip":
         found = f"{missing:,} of {len(dataset):,} rows without {user.name} or {item.name}"
         raise refuse("dataset", found, "both in each", 'on_error="skip" leaves them out, where they are few')
-    rows = reader(dataset, [user.name, item.name, time.name], label or None)
+    features = options.get("event_columns", ())
+    of_ids = [column.name for column in schema.of_kind(Kind.ID, Kind.EVENT)]
+    if others := [name for name in features if name not in of_ids]:
+        raise refuse("event_columns", shown(others[0]), f"columns of ids, of {shown(of_ids, 200)}")
+    rows = reader(dataset, [user.name, item.name, time.name, *features], label or None)
     names = {"user_column": user.name, "item_column": item.name, "timestamp_column": time.name}
     return read_events(rows, **{"progress": False, **options, **names})
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from jagged.data.dataset import SequenceDataset
 from jagged.data.errors import refuse
-from jagged.data.vocabulary import Vocabulary
+from jagged.data.vocabulary import FIRST, MISSING, UNSEEN, Vocabulary
 
 _CHUNK = 1 << 22
 
@@ -26,6 +28,8 @@ class SequencePart:
         target: int64 `[n]`, the event held out, or None for training, where every event but the first of a range is a target.
         numbers: int64 `[dataset.num_items]`, the row that a model has for each item of the dataset, -1 where it has none; None
             where it has all of them, in the dataset's order.
+        features: by name of a side feature of events the row that a model has for each number of the dataset, int64: that of a
+            missing value is at 0.
     """
 
     dataset: SequenceDataset
@@ -34,6 +38,7 @@ class SequencePart:
     end: Tensor
     target: Tensor | None = None
     numbers: Tensor | None = None
+    features: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("user", "start", "end", "target"):
@@ -75,6 +80,10 @@ class SequencePart:
         # Unlike an index, this refuses negative ids.
         return ids if self.numbers is None else self.numbers.index_select(0, ids)
 
+    def feature(self, name: str, events: Tensor) -> Tensor:
+        """The model's row of the side feature of each event, int64 `[n]`."""
+        return self.features[name].index_select(0, self.dataset.features[name][events])
+
     def unknown(self) -> dict[str, int]:
         """Count what the model has no row for; nothing where it has all items.
 
@@ -99,14 +108,18 @@ class SequencePart:
 
     def item_counts(self) -> Tensor:
         """How often each item of the dataset occurs in the ranges, int64 `[dataset.num_items]`; in training, its popularity."""
-        counts = torch.zeros(self.dataset.num_items, dtype=torch.int64)
+        return self.counts(self.dataset.item_ids, self.dataset.num_items)
+
+    def counts(self, values: Tensor, size: int) -> Tensor:
+        """How often each number occurs in the ranges, int64 `[size]`, of numbers `[S]` of the dataset's events."""
+        counts = torch.zeros(size, dtype=torch.int64)
         covered = self.lengths.cumsum(0)
         position = 0
         while position < len(self):
             base = int(covered[position - 1]) if position else 0
             until = max(int(torch.searchsorted(covered, base + _CHUNK, right=True)), position + 1)
             events = ranges(self.start[position:until], self.lengths[position:until])
-            counts += torch.bincount(self.dataset.item_ids[events], minlength=len(counts))
+            counts += torch.bincount(values[events], minlength=size)
             position = until
         return counts
 
@@ -134,9 +147,17 @@ class SequenceSplit:
         items, numbers = self.train.dataset.items, self.train.numbers
         return items if numbers is None else Vocabulary(items.decode(numbers.argsort()[int((numbers < 0).sum()) :]))
 
-    def numbered(self, numbers: Tensor | None) -> SequenceSplit:
-        """The same parts with other `numbers`."""
-        parts = {name: replace(getattr(self, name), numbers=numbers) for name in ("train", "valid", "test")}
+    @property
+    def feature_values(self) -> dict[str, Vocabulary]:
+        """By name of a side feature of events the values that a model has rows for, from the row `FIRST` on."""
+        dataset = self.train.dataset
+        kept = {name: (rows[1:] >= FIRST).nonzero().squeeze(1) for name, rows in self.train.features.items()}
+        return {name: Vocabulary(dataset.feature_values(name).decode(of)) for name, of in kept.items()}
+
+    def numbered(self, numbers: Tensor | None, features: Mapping[str, Tensor] | None = None) -> SequenceSplit:
+        """The same parts with other `numbers`, and `features` where these are given."""
+        others: dict[str, Any] = {"numbers": numbers} | ({} if features is None else {"features": features})
+        parts = {name: replace(getattr(self, name), **others) for name in ("train", "valid", "test")}
         return replace(self, **parts)
 
 
@@ -287,8 +308,16 @@ def _finish(
     notes["users_without_training"] = dataset.num_users - len(train)
     seen = train.item_counts() > 0
     notes["items_unseen_in_training"] = int((~seen).sum())
-    split = SequenceSplit(train, valid, test, name, notes)
-    return split if seen.all() else split.numbered(torch.where(seen, seen.cumsum(0) - 1, -1))
+    features = {name: _rows_of_seen(train, name) for name in dataset.features}
+    numbers = None if seen.all() else torch.where(seen, seen.cumsum(0) - 1, -1)
+    return SequenceSplit(train, valid, test, name, notes).numbered(numbers, features)
+
+
+def _rows_of_seen(train: SequencePart, name: str) -> Tensor:
+    """The row of each number of a side feature: missing ones share one, and those that training has not seen another."""
+    seen = train.counts(train.dataset.features[name], len(train.dataset.feature_values(name)) + 1) > 0
+    rows = torch.where(seen[1:], seen[1:].cumsum(0) + FIRST - 1, UNSEEN)
+    return torch.cat([torch.tensor([MISSING]), rows])
 
 
 def _quantile(times: Tensor, rank: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from jagged.data.encoding import FIRST, UNSEEN, Encoder, Encoders, Statistics
+from jagged.data.encoding import Encoder, Encoders, Statistics
 from jagged.data.errors import refuse, shown
 from jagged.data.expressions import LISTS
 from jagged.data.histories import spread
@@ -23,6 +23,7 @@ from jagged.data.records import PARTS, Dataset
 from jagged.data.schema import WITH_IDS, Column, Kind
 from jagged.data.table_batches import Part
 from jagged.data.table_leaks import NAMED, Leaks, requests_across, rows_across, too_late
+from jagged.data.vocabulary import FIRST, UNSEEN
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from jagged.data.encoding import FIRST, UNSEEN, Encoder
+from jagged.data.encoding import Encoder
 from jagged.data.negatives import GAMMA, mixed, uniform
+from jagged.data.vocabulary import FIRST, UNSEEN
 
 IntArray = npt.NDArray[np.int64]
 AnyArray = npt.NDArray[Any]

@@ -17,6 +17,8 @@ from jagged.data.errors import DataError, refuse, shown
 
 _CANONICAL_INTEGER = r"^(0|-?[1-9][0-9]{0,18})$"
 _DIGEST = b"jagged.sha256"
+#: Rows of a table of features: of a missing value, of one that training has not seen, and the first of those that it has.
+MISSING, UNSEEN, FIRST = 0, 1, 2
 
 
 class Vocabulary:

@@ -34,7 +34,6 @@ from jagged.models.interactions import (  # noqa: E402
     Wukong,
     WukongLayer,
 )
-from jagged.models.item_features import ItemFeatures  # noqa: E402
 from jagged.models.item_sequences import ItemSequenceModel  # noqa: E402
 from jagged.models.mixture import MixtureModel  # noqa: E402
 from jagged.models.multilabel import MultiLabelModel, MultiLabelTask, SparseEncoder  # noqa: E402
@@ -43,6 +42,7 @@ from jagged.models.ranking import RankingModel  # noqa: E402
 from jagged.models.request_model import RequestModel  # noqa: E402
 from jagged.models.sasrec import SASRec  # noqa: E402
 from jagged.models.serving import export_scores, scoring_tensors  # noqa: E402
+from jagged.models.side_features import ItemFeatures  # noqa: E402
 from jagged.models.task import RankingTask, Task, TaskOutput, TaskScores  # noqa: E402
 from jagged.models.tasks import BinaryLoss, FocalLoss, ListwiseLoss, PairwiseLoss, TaskLoss, product_logits  # noqa: E402
 from jagged.models.wukong import WukongModel  # noqa: E402

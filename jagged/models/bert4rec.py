@@ -10,8 +10,8 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jagged.data.batches import keyed
-from jagged.models.item_features import ItemFeatures
 from jagged.models.item_sequences import FEATURE, ItemSequenceModel
+from jagged.models.side_features import ItemFeatures
 from jagged.models.validation import validate_features
 from jagged.modules import ItemMasking, JaggedTransformerBlock, MaskedItems
 from jagged.ops import jagged_concat

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from jagged.models.item_features import ItemFeatures
 from jagged.models.item_sequences import ItemSequenceModel
+from jagged.models.side_features import ItemFeatures
 from jagged.modules import GroupSparseHead, HSTUBlock
 
 
@@ -27,12 +27,13 @@ class HSTU(ItemSequenceModel):
         dropout: probability, on the embeddings and inside the blocks.
         head_dim: width of a head; None for `embedding_dim // num_heads`.
         num_time_buckets: of the time between rows, two buckets an octave; None for none.
-        item_features, output, output_fan_in, output_dense_items, output_groups: as of `SASRec`.
+        item_features, event_features, output, output_fan_in, output_dense_items, output_groups: as of `SASRec`.
         device: where parameters live; `"meta"` allocates nothing.
 
     Attributes:
         takes_times: whether features have the times of their rows, too.
         item_features, output: as given, or made.
+        event_features: names of the side features of events that batches have, too, with the rows of their tables.
 
     Shape:
         As `SASRec`: the key `"item_id"` in, and with time buckets `"timestamp"`; JaggedTensor with values `[sum L, D]` out.
@@ -65,6 +66,7 @@ class HSTU(ItemSequenceModel):
         head_dim: int | None = None,
         num_time_buckets: int | None = None,
         item_features: ItemFeatures | Mapping[str, Any] | None = None,
+        event_features: Mapping[str, int] | None = None,
         output: GroupSparseHead | None = None,
         output_fan_in: int | None = None,
         output_dense_items: int = 0,
@@ -95,6 +97,7 @@ class HSTU(ItemSequenceModel):
             ),
             takes_times=num_time_buckets is not None,
             item_features=item_features,
+            event_features=event_features,
             output=output,
             output_fan_in=output_fan_in,
             output_dense_items=output_dense_items,

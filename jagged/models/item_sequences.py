@@ -12,7 +12,7 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
-from jagged.models.item_features import ItemFeatures
+from jagged.models.side_features import EventFeatures, ItemFeatures
 from jagged.models.validation import validate_features
 from jagged.modules import (
     GroupSparseHead,
@@ -32,7 +32,7 @@ torch.fx.wrap("validate_features")
 class ItemSequenceModel(nn.Module):
     """A model of jagged histories of items, whose hidden states are scored against the item table.
 
-    Items are looked up, their side features and places from the end are added, then come the subclass's blocks and a layer norm.
+    Items are looked up, side features and places from the end are added, then come the subclass's blocks and a layer norm.
 
     Args:
         config: the subclass's arguments, as plain values; `num_items`, `embedding_dim`, `num_layers`, `max_seq_len` and `dropout`
@@ -42,13 +42,14 @@ class ItemSequenceModel(nn.Module):
         takes_times: whether features have the times of their rows, too.
         num_rows: rows of the item table; None for `num_items`.
         num_positions: places from the end that have a vector of their own; None for `max_seq_len`.
-        item_features, output, output_fan_in, output_dense_items, output_groups: as of `SASRec`.
+        item_features, event_features, output, output_fan_in, output_dense_items, output_groups: as of `SASRec`.
         device: where parameters live; `"meta"` allocates nothing.
 
     Attributes:
         config: the arguments.
         takes_times: as above.
         item_features, output: as given, or made.
+        event_features: names of the side features of events that batches have, too, with the rows of their tables.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class ItemSequenceModel(nn.Module):
         num_rows: int | None = None,
         num_positions: int | None = None,
         item_features: ItemFeatures | Mapping[str, Any] | None = None,
+        event_features: Mapping[str, int] | None = None,
         output: GroupSparseHead | None = None,
         output_fan_in: int | None = None,
         output_dense_items: int = 0,
@@ -87,6 +89,11 @@ class ItemSequenceModel(nn.Module):
         if item_features is not None:
             _check_item_features(item_features, num_items, width)
             self.config |= {"item_features": item_features.config}
+        self.event_features = dict(event_features or {})
+        self.event_embeddings: EventFeatures | None = None
+        if self.event_features:
+            self.event_embeddings = EventFeatures(width, self.event_features, device=device)
+            self.config |= {"event_features": self.event_features}
         self.positions = PositionalEncoding(
             config["max_seq_len"] if num_positions is None else num_positions, width, device=device
         )
@@ -137,7 +144,7 @@ class ItemSequenceModel(nn.Module):
         """Draw new weights in every part."""
         table = self.item_embeddings.embeddings[FEATURE].weight
         nn.init.normal_(table, std=table.shape[1] ** -0.5)
-        parts: list[Any] = [self.positions, *self.blocks, self.norm, self.item_features, self.output]
+        parts: list[Any] = [self.positions, *self.blocks, self.norm, self.item_features, self.event_embeddings, self.output]
         for part in parts:
             if part is not None:
                 part.reset_parameters()
@@ -146,7 +153,9 @@ class ItemSequenceModel(nn.Module):
         """Return the hidden state of every row."""
         # TorchRec's own collection takes no batch without samples; a split one has to, where other processes have some.
         is_split = isinstance(self.item_embeddings, SplitEmbeddingCollection)
-        validate_features(features, FEATURE, self.config["num_items"], is_split, TIMES if self.takes_times else None)
+        validate_features(
+            features, FEATURE, self.config["num_items"], is_split, TIMES if self.takes_times else None, self.event_features
+        )
         return self._encoded(features)
 
     def learned(self, features: KeyedJaggedTensor, targets: Tensor) -> tuple[JaggedTensor, Tensor]:
@@ -162,6 +171,8 @@ class ItemSequenceModel(nn.Module):
         x = self.item_embeddings(features)[FEATURE]
         if self.item_features is not None:
             x = with_values(x, x.values() + self.item_features(features[FEATURE].values()).to(x.values().dtype))
+        if self.event_embeddings is not None:
+            x = with_values(x, x.values() + self.event_embeddings(features).to(x.values().dtype))
         x = self.positions(x)
         x = with_values(x, self.embedding_dropout(x.values()))
         times = features[TIMES].values() if self.takes_times else None

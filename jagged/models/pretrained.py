@@ -19,7 +19,9 @@ from jagged import artifacts
 from jagged.artifacts import FLOATS, CheckpointError, Described, Expected, errors_as, message, shown
 from jagged.config import ConfigError, RankingConfig, RunOptions, TrainConfig
 from jagged.data import DataError, Encoders, Schema, Vocabulary
+from jagged.data.dataset import values_file
 from jagged.data.label_names import LABEL_NAMES, write_label_names
+from jagged.data.vocabulary import FIRST
 from jagged.evaluation import item_table
 from jagged.metrics import TrainCounts
 from jagged.models import ItemFeatures, ItemSequenceModel, build, build_empty, name_of
@@ -51,6 +53,7 @@ class Pretrained:
         directory: where it was read.
         model: in eval mode.
         items: the ids behind the model's dense item numbers.
+        event_values: by name of a side feature of events that the model takes the values behind its rows, from row 2 on.
         config: of the run that trained it; None where it was saved without.
         split: name and notes of the split it was trained under; empty where it was saved without.
         metrics: validation and test figures by protocol; empty where it was saved without.
@@ -60,6 +63,7 @@ class Pretrained:
     directory: Path
     model: ItemSequenceModel
     items: Vocabulary
+    event_values: dict[str, Vocabulary]
     config: TrainConfig | None
     split: dict[str, Any]
     metrics: dict[str, Any]
@@ -98,6 +102,7 @@ def save_pretrained(
     directory: str | os.PathLike[str],
     *,
     items: Vocabulary,
+    event_values: Mapping[str, Vocabulary] | None = None,
     name: str | None = None,
     config: TrainConfig | None = None,
     split: Mapping[str, Any] | None = None,
@@ -114,11 +119,12 @@ def save_pretrained(
         model: with a `config` of its arguments, for example `SASRec`.
         directory: made where it does not exist.
         items: the ids behind the model's dense item numbers.
+        event_values: by name of a side feature of events that the model takes the values behind its rows, from row 2 on.
         name: the model's name in `jagged.models.build`; None: the one that its class is registered by.
         config, split, metrics, train_counts, history: what is kept beside it, where given.
 
     Raises:
-        ValueError: the vocabulary does not fit the model's item table, or the model's class has no name and none is given.
+        ValueError: a vocabulary does not fit the model's tables, or the model's class has no name and none is given.
         CheckpointError: the directory could not be written.
     """
     if len(items) != (num_items := len(item_table(model))):
@@ -129,8 +135,15 @@ def save_pretrained(
             "or say name="
         )
 
+    expected = {feature: count - FIRST for feature, count in getattr(model, "event_features", {}).items()}
+    values = dict(event_values or {})
+    if (found := {feature: len(of) for feature, of in values.items()}) != expected:
+        raise ValueError(f"event_values: got so many values: {found}, expected those of the model's event_features: {expected}")
+
     def more(aside: Path) -> None:
         items.save(aside / ITEMS)
+        for place, feature in enumerate(expected):
+            values[feature].save(aside / values_file(place))
         if train_counts is not None:
             train_counts.save(aside)
 
@@ -293,9 +306,19 @@ def from_pretrained(directory: str | os.PathLike[str], *, device: torch.device |
         config = TrainConfig.load(directory / CONFIG) if CONFIG in listed else None
         items = Vocabulary.load(directory / ITEMS)
         model = _read_model(directory).to(device).eval()
+        event_values = {}
+        for place, (name, count) in enumerate(getattr(model, "event_features", {}).items()):
+            if (file := values_file(place)) not in listed:
+                raise CheckpointError(f"{directory / file}: missing: the values of {name!r}, a side feature of events")
+            event_values[name] = Vocabulary.load(directory / file)
+            if len(event_values[name]) + FIRST != count:
+                found = f"{len(event_values[name])} values of {name!r}"
+                raise CheckpointError(message(directory / file, found, f"{count - FIRST}, as the model has"))
     if len(items) != (num_items := len(item_table(model))):
         raise CheckpointError(f"{directory / ITEMS}: {len(items)} ids, expected {num_items}, one for each item of the model")
-    return Pretrained(directory, model, items, config, documents.get(SPLIT, {}), documents.get(METRICS, {}), history)
+    return Pretrained(
+        directory, model, items, event_values, config, documents.get(SPLIT, {}), documents.get(METRICS, {}), history
+    )
 
 
 def _verified(directory: str | os.PathLike[str], needed: Sequence[str], what: str) -> tuple[Path, Collection[str]]:

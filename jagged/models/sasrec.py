@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from jagged.models.item_features import ItemFeatures
 from jagged.models.item_sequences import ItemSequenceModel
+from jagged.models.side_features import ItemFeatures
 from jagged.modules import GroupSparseHead, JaggedTransformerBlock
 
 
@@ -28,6 +28,8 @@ class SASRec(ItemSequenceModel):
             buckets an octave (`jagged.ops.jagged_attention`: `time_bias`); None for none.
         item_features: side features of the items, added to what is looked up: made by `ItemFeatures.of`, or the `config` of such
             whose weights are to be loaded; None for none. Scores stay products with the item table alone.
+        event_features: side features of events, as what a user did to the item, by name with the rows of their tables: 2 and one
+            for each value, as of `EventFeatures`. An embedding of each is added to what is looked up.
         output: the items' weights for scores, of few inputs each: a head of `loss="softmax"` that reads `embedding_dim` features,
             without projections; None: the item table, or what the next three say.
         output_fan_in: inputs of an item that has no dense layer, of an output layer that is to be loaded; None for none.
@@ -37,10 +39,11 @@ class SASRec(ItemSequenceModel):
     Attributes:
         takes_times: whether features have the times of their rows, too.
         item_features, output: as given, or made.
+        event_features: names of the side features of events that batches have, too, with the rows of their tables.
 
     Shape:
-        KeyedJaggedTensor of at least one sample with the key `"item_id"` in, and with time buckets the key `"timestamp"` of as
-        many rows; JaggedTensor with values `[sum L, D]` out, one hidden state a row.
+        KeyedJaggedTensor of at least one sample with the key `"item_id"` in, with time buckets the key `"timestamp"`, and a key
+        for each feature of events, of as many rows; JaggedTensor with values `[sum L, D]` out, one hidden state a row.
 
     Raises:
         ValueError: ids outside the catalogue or offsets that do not fit them, named before any kernel runs. On a GPU this
@@ -62,6 +65,7 @@ class SASRec(ItemSequenceModel):
         dropout: float = 0.2,
         num_time_buckets: int | None = None,
         item_features: ItemFeatures | Mapping[str, Any] | None = None,
+        event_features: Mapping[str, int] | None = None,
         output: GroupSparseHead | None = None,
         output_fan_in: int | None = None,
         output_dense_items: int = 0,
@@ -84,6 +88,7 @@ class SASRec(ItemSequenceModel):
             ),
             takes_times=num_time_buckets is not None,
             item_features=item_features,
+            event_features=event_features,
             output=output,
             output_fan_in=output_fan_in,
             output_dense_items=output_dense_items,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,12 @@ from torch import Tensor
 from jagged.config import ConfigError, TrainConfig, merge
 from jagged.data import DataError, SequenceDataset
 from jagged.data.batches import features_of
+from jagged.data.dataset import TIME_KEY
 from jagged.data.files import EVENT_FORMATS
 from jagged.data.gather import known_items, seconds
 from jagged.data.sources import find_source, is_table
 from jagged.data.splits import ranges
-from jagged.evaluation import NOT_FINITE, EvaluationError, Popularity, is_finite, item_table, takes_times
+from jagged.evaluation import NOT_FINITE, EvaluationError, Popularity, event_features, is_finite, item_table, takes_times
 from jagged.metrics import TrainCounts
 from jagged.models.pretrained import from_pretrained, save_pretrained
 from jagged.runs.evaluating import Evaluation, evaluate, refuse_options
@@ -173,6 +175,7 @@ class Recommender:
             opened.model,
             Path(directory),
             items=opened.items,
+            event_values=opened.event_values,
             # A model that a function makes has no name by its class.
             name=opened.config.model.name if opened.config else None,
             config=opened.config,
@@ -266,7 +269,7 @@ def recommend(
 class _Histories:
     """Users and their events: user i has `item_ids[start[i]:end[i]]`, and item j is row `dense[j]` of the model or -1.
 
-    `dataset` has the times of the same events, where the model takes them.
+    `others` gives by key what else the model takes of events: times and side features.
     """
 
     users: pa.Array
@@ -274,7 +277,7 @@ class _Histories:
     start: Tensor
     end: Tensor
     dense: Tensor
-    dataset: SequenceDataset | None = None
+    others: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
 
 
 def _recommend(
@@ -305,12 +308,12 @@ def _recommend(
         last = min(first + _BATCH, len(histories.users))
         start, end = histories.start[first:last], histories.end[first:last]
         events = ranges(start, end - start)
-        times = None if histories.dataset is None else seconds(histories.dataset, events)
+        others = {key: of(events) for key, of in histories.others.items()}
         values = histories.dense[histories.item_ids[events]]
         known, lengths = known_items(values, end - start)
-        values, times = values[known], None if times is None else times[known]
+        values, others = values[known], {key: found[known] for key, found in others.items()}
         of = None if allowed is None else allowed.slice(first, last)
-        ranked = _rank(run, weight, values, lengths, times, k, filter_viewed, max_bytes, of)
+        ranked = _rank(run, weight, values, lengths, others, k, filter_viewed, max_bytes, of)
         items, scores = ranked.items.cpu(), ranked.scores.cpu()
         nothing = lengths == 0
         if popular is not None and nothing.any():
@@ -377,7 +380,7 @@ def _rank(
     weight: Tensor,
     values: Tensor,
     lengths: Tensor,
-    times: Tensor | None,
+    others: Mapping[str, Tensor],
     k: int,
     filter_viewed: bool,
     max_bytes: int,
@@ -386,7 +389,7 @@ def _rank(
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     recent = lengths.clamp(max=run.model.config["max_seq_len"])
     window = ranges(offsets[1:] - recent, recent)
-    features = features_of(values[window], recent, None if times is None else times[window]).to(run.device)
+    features = features_of(values[window], recent, {key: of[window] for key, of in others.items()}).to(run.device)
     viewed = (values, offsets) if filter_viewed else None
     with torch.no_grad(), torch.autocast(run.device.type, enabled=False):
         hidden = run.model.final_hidden(features)
@@ -441,6 +444,11 @@ def _histories(run: Run, users: Any) -> _Histories:
                 "users: histories without times, but the model takes them; pass events with times: a table, a dataset, or ids of "
                 "users that the model was trained on"
             )
+        if names := event_features(run.model):
+            raise ConfigError(
+                f"users: histories without {', '.join(names)}, but the model takes them; pass events with them: a table, a "
+                "dataset, or ids of users that the model was trained on"
+            )
         rows = [_ids(items, f"the history of {user!r}") for user, items in users.items()]
         ends = torch.tensor([len(row) for row in rows], dtype=torch.int64).cumsum(0)
         encoded = [torch.from_numpy(run.items.encode(row)) for row in rows]
@@ -451,7 +459,7 @@ def _histories(run: Run, users: Any) -> _Histories:
     if isinstance(users, (str, os.PathLike)) or is_table(users):
         users = _read(run, users)
     dataset = users if isinstance(users, SequenceDataset) else run.read()
-    run.check_times(dataset)
+    run.check(dataset)
     start, end, ids = dataset.offsets[:-1], dataset.offsets[1:], dataset.users.ids
     if dataset is not users:
         ids = _ids(users, "users")
@@ -460,7 +468,17 @@ def _histories(run: Run, users: Any) -> _Histories:
         start, end = start[chosen], torch.where(chosen < 0, start[chosen], end[chosen])
     same = run.dense_items(dataset)
     dense = torch.arange(dataset.num_items) if same is None else same
-    return _Histories(ids, dataset.item_ids, start, end, dense, dataset if takes_times(run.model) else None)
+    others: dict[str, Callable[[Tensor], Tensor]] = {}
+    if takes_times(run.model):
+        others[TIME_KEY] = partial(seconds, dataset)
+    for name, of_numbers in run.feature_rows(dataset).items():
+        others[name] = partial(_rows_of, of_numbers, dataset.features[name])
+    return _Histories(ids, dataset.item_ids, start, end, dense, others)
+
+
+def _rows_of(rows: Tensor, numbers: Tensor, events: Tensor) -> Tensor:
+    """The model's rows of events' values."""
+    return rows[numbers[events]]
 
 
 def _ids(values: Iterable[Any], what: str) -> pa.Array:

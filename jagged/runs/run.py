@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from jagged.data import (
     split_global_time,
     split_leave_one_out,
 )
-from jagged.evaluation import item_table, takes_times
+from jagged.data.vocabulary import FIRST, MISSING, UNSEEN
+from jagged.evaluation import event_features, item_table, takes_times
 from jagged.metrics import TrainCounts
 from jagged.models.pretrained import from_pretrained
 
@@ -39,6 +40,7 @@ class Run:
         config: the resolved configuration of its training; the defaults where the model was saved without one.
         fingerprint: of the dataset that it was trained on; None where the model was saved without its split.
         time_unit: of that dataset's times; "" where nothing says it.
+        event_values: by name of a side feature of events that the model takes the values behind its rows.
     """
 
     directory: Path
@@ -47,6 +49,7 @@ class Run:
     config: TrainConfig
     fingerprint: str | None
     time_unit: str = ""
+    event_values: Mapping[str, Vocabulary] = field(default_factory=dict)
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], *, device: str = "auto") -> Run:
@@ -65,6 +68,7 @@ class Run:
             opened.config or TrainConfig.load(),
             split.get("fingerprint"),
             str(split.get("time_unit", "")),
+            opened.event_values,
         )
 
     @property
@@ -90,22 +94,28 @@ class Run:
         if isinstance(data, SequenceDataset):
             return data
         if isinstance(data, Dataset):
-            return data.sequences(progress=progress)
+            return data.sequences(event_columns=list(self.event_values), progress=progress)
         if data is not None:
             own = self.config.data
             options: Any = self.columns(columns or {}) | {"duplicates": own.duplicates, "on_error": own.on_error}
+            options["event_columns"] = tuple(self.event_values)
             return read_events(data, format=format, progress=progress, **options)
         kept = self.directory / "dataset"
         if not kept.is_dir():
             raise ConfigError(f"{self.directory}: holds no events (dataset/); name the events file to use")
         return SequenceDataset.load(kept)
 
-    def check_times(self, dataset: SequenceDataset) -> None:
-        """Check that events have times where the model takes them, in the unit of its training.
+    def check(self, dataset: SequenceDataset) -> None:
+        """Check that events have what the model takes: side features, and times in the unit of its training.
 
         Raises:
-            ConfigError: they have none, or in another unit.
+            ConfigError: they lack one, or have times in another unit.
         """
+        if lacking := [name for name in event_features(self.model) if name not in dataset.features]:
+            raise ConfigError(
+                f"{self.directory}: the model takes the side feature {lacking[0]!r} of events, and these have none; read a table "
+                "with this column"
+            )
         if not takes_times(self.model):
             return
         if dataset.timestamps is None:
@@ -135,11 +145,20 @@ class Run:
             seed=0,
             with_viewed=with_viewed,
             with_times=takes_times(self.model),
+            with_features=event_features(self.model),
         )
 
     def split(self, dataset: SequenceDataset) -> SequenceSplit:
         """Split events as the run's were, with the model's rows as the numbers of their items."""
-        return split_events(self.config, dataset).numbered(self.dense_items(dataset))
+        return split_events(self.config, dataset).numbered(self.dense_items(dataset), self.feature_rows(dataset))
+
+    def feature_rows(self, dataset: SequenceDataset) -> dict[str, Tensor]:
+        """By name of a side feature of events that the model takes its row for each number of a dataset."""
+        found = {}
+        for name, values in self.event_values.items():
+            rows = torch.from_numpy(values.encode(dataset.feature_values(name).ids))
+            found[name] = torch.cat([torch.tensor([MISSING]), torch.where(rows < 0, UNSEEN, rows + FIRST)])
+        return found
 
     def train_counts(self) -> TrainCounts:
         """Training users of each item: as stored, or counted again from the kept events.

@@ -28,7 +28,8 @@ from jagged.data import (
     synthetic_sessions,
 )
 from jagged.data.errors import refuse
-from jagged.evaluation import takes_times
+from jagged.data.vocabulary import FIRST
+from jagged.evaluation import event_features, takes_times
 from jagged.metrics import RunMetrics, TrainCounts, cut_offs
 from jagged.models import ItemFeatures, ItemSequenceModel, NextItemTask, build, build_head, build_output, takes
 from jagged.models.pretrained import CONFIG, save_pretrained
@@ -112,7 +113,7 @@ def train(
         item_table = _item_table(config, split.items, directory, progress and processes.is_first)
         torch.manual_seed(config.seed)
         train_counts = TrainCounts.from_part(split.train)
-        model = _model(config, train_counts, item_table, processes.device)
+        model = _model(config, train_counts, split, item_table, processes.device)
         head = build_head(config, train_counts.users_per_item)
         task = NextItemTask(
             model,
@@ -177,7 +178,7 @@ def _read(config: TrainConfig, source: Any, progress: bool) -> SequenceDataset:
     if source is None:
         return synthetic_sessions(config.seed)[0]
     if isinstance(source, Dataset):
-        return source.sequences(progress=progress)
+        return source.sequences(event_columns=config.data.event_columns, progress=progress)
     return read_events(source, progress=progress, **config.data.reading())
 
 
@@ -196,10 +197,7 @@ def _item_table(config: TrainConfig, items: Vocabulary, directory: Path, progres
     """The items' side features, of a run that goes on those that it began with."""
     if config.data.items is None:
         return None
-    if not takes(config.model.name, "item_features"):
-        raise TrainingError(
-            f"data.items: {config.model.name} takes no side features of items; leave it out, or take model=sasrec"
-        )
+    _check_takes(config, "item_features", "data.items", "items")
     if (directory / ITEM_TABLE).exists():
         found = ItemTable.load(directory / ITEM_TABLE)
         if found.num_items != len(items):
@@ -215,7 +213,16 @@ def _item_table(config: TrainConfig, items: Vocabulary, directory: Path, progres
     )
 
 
-def _model(config: TrainConfig, counts: TrainCounts, item_table: ItemTable | None, device: torch.device) -> ItemSequenceModel:
+def _check_takes(config: TrainConfig, argument: str, option: str, of: str) -> None:
+    """Refuse side features that the model does not take."""
+    if not takes(config.model.name, argument):
+        cure = "leave it out, or take model=sasrec"
+        raise TrainingError(f"{option}: {config.model.name} takes no side features of {of}; {cure}")
+
+
+def _model(
+    config: TrainConfig, counts: TrainCounts, split: SequenceSplit, item_table: ItemTable | None, device: torch.device
+) -> ItemSequenceModel:
     num_items = len(counts.users_per_item)
     arguments = {"num_items": num_items, **config.model.model_dump(exclude={"name"}), "max_seq_len": config.data.max_seq_len}
     try:
@@ -223,6 +230,9 @@ def _model(config: TrainConfig, counts: TrainCounts, item_table: ItemTable | Non
         parts: dict[str, Any] = {} if output is None else {"output": output}
         if item_table is not None:
             parts["item_features"] = ItemFeatures.of(item_table, arguments["embedding_dim"])
+        if split.train.features:
+            _check_takes(config, "event_features", "data.event_columns", "events")
+            parts["event_features"] = {name: FIRST + len(values) for name, values in split.feature_values.items()}
         model: ItemSequenceModel = build(config.model.name, **arguments, **parts).to(device)
     except (RuntimeError, MemoryError) as error:
         # torch says that memory is out by a RuntimeError of many lines; what was asked for is what the user can change.
@@ -248,6 +258,7 @@ def _loaders(
         "rank": processes.rank,
         "world_size": processes.world_size,
         "with_times": takes_times(model),
+        "with_features": event_features(model),
     }
     try:
         tokens = config.training.max_tokens
@@ -291,6 +302,7 @@ def _write(
         task.model,  # type: ignore[arg-type]
         directory,
         items=split.items,
+        event_values=split.feature_values,
         name=config.model.name,
         config=config,
         split=description,

@@ -15,7 +15,7 @@ from jagged.config.options import LoopOptions
 from jagged.data import BatchLoader, LabelBatch, MultiLabelRows, SequenceSplit
 from jagged.data.moving import moved
 from jagged.data.negatives import Drawing
-from jagged.evaluation import item_table, takes_times
+from jagged.evaluation import event_features, item_table, takes_times
 from jagged.models import NextItemTask
 from jagged.modules import MixedSampler, SampledCrossEntropyHead
 from jagged.modules.trained_tables import TrainedTables
@@ -350,6 +350,7 @@ def _bytes_per_token(config: TrainConfig, split: SequenceSplit, task: nn.Module,
         shuffle=True,
         seed=config.seed,
         with_times=takes_times(task.model),
+        with_features=event_features(task.model),
     )
     batch = next(iter(probe)).to(device)
     return _kept_bytes(task, batch, precision, device) / max(1, batch.targets.numel())

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from jagged.config import TrainerConfig
-from jagged.data.batches import KEY, SequenceBatch, keyed
+from jagged.data.batches import SequenceBatch, keyed
+from jagged.data.dataset import KEY
 from jagged.models import NextItemTask
 from jagged.modules import HeldUpdates
 from jagged.modules.trained_tables import TrainedTables
@@ -46,7 +47,7 @@ class Filled:
     """A training batch's tensors at a graph's size: what is missing is made up by samples of rows that have no loss.
 
     Attributes:
-        keys: "item_id", and "timestamp" where batches have times.
+        keys: "item_id", and what else batches have of each row.
         values: int64 `[keys * rows]`.
         targets: int64 `[rows]`.
         lengths: int64 `[samples]`.
@@ -87,8 +88,9 @@ class Filled:
     def batch(self, num_items: int | None) -> SequenceBatch:
         """These tensors as a batch; a new one each time, since torchrec's keep what they once worked out."""
         lengths, offsets = self.lengths, self.offsets
-        if len(self.keys) > 1:
-            lengths, offsets = lengths.repeat(2), torch.cat([offsets, offsets[1:] + self.targets.shape[0]])
+        if (others := len(self.keys) - 1) > 0:
+            behind = [offsets[1:] + key * self.targets.shape[0] for key in range(1, others + 1)]
+            lengths, offsets = lengths.repeat(len(self.keys)), torch.cat([offsets, *behind])
         return SequenceBatch(keyed(self.values, lengths, offsets, self.keys), self.targets, self.lengths, num_items=num_items)
 
 

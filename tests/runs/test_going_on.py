@@ -16,8 +16,9 @@ import torch
 import jagged
 from jagged.config import ConfigError, RankingConfig, TrainConfig
 from jagged.data import DataError, Dataset, Part, Schema
-from jagged.data.encoding import UNSEEN, Encoders
+from jagged.data.encoding import Encoders
 from jagged.data.schema import Column, Kind
+from jagged.data.vocabulary import UNSEEN
 from jagged.models import RequestModel
 from jagged.modules.trained_tables import TrainedTables
 from jagged.runs.ranking import RankingRun

@@ -15,9 +15,9 @@ from jagged.config import ConfigError, RankingConfig, load_config, merge, spelt
 from jagged.config.ranking import WORDS
 from jagged.config.section import Problem
 from jagged.data import DataError, Dataset, Encoders, Schema
-from jagged.data.encoding import UNSEEN
 from jagged.data.errors import refuse
 from jagged.data.rows import event_columns
+from jagged.data.vocabulary import UNSEEN
 from jagged.models import RankingInputs, RequestModel
 from jagged.models.pretrained import CONFIG, MODEL, SCHEMA
 from jagged.runs.ranking.evaluating import is_ranking_run

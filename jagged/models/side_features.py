@@ -1,4 +1,4 @@
-"""Side features of items in models of users' items."""
+"""Side features of items and of events in models of users' items."""
 
 from __future__ import annotations
 
@@ -8,10 +8,46 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from jagged.data.vocabulary import UNSEEN
 
 if TYPE_CHECKING:
     # A model alone needs no tables.
     from jagged.data.item_table import ItemTable
+
+
+class EventFeatures(nn.Module):
+    """Vectors of events from their side features: the sum of an embedding of each.
+
+    Args:
+        embedding_dim: width D.
+        rows: by name of a feature the rows of its table. Row 0 is that of a missing value, and row 1 that of a value which
+            training has not seen: it begins as zeros, and stays so.
+        device: where parameters live; `"meta"` allocates nothing.
+
+    Shape:
+        KeyedJaggedTensor with a key for each feature, of the same lengths, in; float `[sum L, D]` out.
+    """
+
+    def __init__(self, embedding_dim: int, rows: Mapping[str, int], *, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.rows = dict(rows)
+        self.embeddings = nn.ModuleList(nn.Embedding(count, embedding_dim, device=device) for count in self.rows.values())
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new weights."""
+        for table in self.embeddings:
+            weight = cast(nn.Embedding, table).weight
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+            with torch.no_grad():
+                weight[UNSEEN] = 0
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        """Return a vector of each event."""
+        parts = [table(features[name].values()) for name, table in zip(self.rows, self.embeddings, strict=True)]
+        return torch.stack(parts).sum(0)
 
 
 class ItemFeatures(nn.Module):
