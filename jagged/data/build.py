@@ -85,8 +85,10 @@ def build(table: Table, directory: Path, options: BuildOptions, advance: Callabl
         notes |= _core(table, options.min_events)
     vocabularies = []
     for name in ("user", "item", *features):
-        ids = pa.chunked_array([batch.column(0) for batch in table.batches(f"SELECT id FROM {name}s ORDER BY rowid")])
-        ids = ids.combine_chunks().cast(pa.int64() if pa.types.is_integer(ids.type) else pa.large_string())
+        parts = [batch.column(0) for batch in table.batches(f"SELECT id FROM {name}s ORDER BY rowid")]
+        # A side feature may be missing everywhere.
+        ids = pa.chunked_array(parts, None if parts else table.types[name]).combine_chunks()
+        ids = ids.cast(pa.int64() if pa.types.is_integer(ids.type) else pa.large_string())
         vocabularies.append(Vocabulary(ids if options.typed else infer_integers(ids)))
     users, items, *values = vocabularies
     offsets = np.zeros(len(users) + 1, dtype=np.int64)

@@ -137,7 +137,7 @@ def evaluate(
         where = os.fspath(data) if isinstance(data, (str, os.PathLike)) else repr(dataset)
         raise EvaluationError(f"{where}: no user has a held-out event in the {part} part; users need at least 3 events")
     protocols = (False, True) if filter_viewed is None else (filter_viewed,)
-    run.check(dataset)
+    run.check_times(dataset)
     loader = run.loader(held_out, with_viewed=True in protocols, batch_size=batch_size)
     metrics = evaluate_protocols(
         run.model,

@@ -459,7 +459,7 @@ def _histories(run: Run, users: Any) -> _Histories:
     if isinstance(users, (str, os.PathLike)) or is_table(users):
         users = _read(run, users)
     dataset = users if isinstance(users, SequenceDataset) else run.read()
-    run.check(dataset)
+    run.check_times(dataset)
     start, end, ids = dataset.offsets[:-1], dataset.offsets[1:], dataset.users.ids
     if dataset is not users:
         ids = _ids(users, "users")

@@ -105,17 +105,12 @@ class Run:
             raise ConfigError(f"{self.directory}: holds no events (dataset/); name the events file to use")
         return SequenceDataset.load(kept)
 
-    def check(self, dataset: SequenceDataset) -> None:
-        """Check that events have what the model takes: side features, and times in the unit of its training.
+    def check_times(self, dataset: SequenceDataset) -> None:
+        """Check that events have times where the model takes them, in the unit of its training.
 
         Raises:
-            ConfigError: they lack one, or have times in another unit.
+            ConfigError: they have none, or in another unit.
         """
-        if lacking := [name for name in event_features(self.model) if name not in dataset.features]:
-            raise ConfigError(
-                f"{self.directory}: the model takes the side feature {lacking[0]!r} of events, and these have none; read a table "
-                "with this column"
-            )
         if not takes_times(self.model):
             return
         if dataset.timestamps is None:
@@ -153,7 +148,16 @@ class Run:
         return split_events(self.config, dataset).numbered(self.dense_items(dataset), self.feature_rows(dataset))
 
     def feature_rows(self, dataset: SequenceDataset) -> dict[str, Tensor]:
-        """By name of a side feature of events that the model takes its row for each number of a dataset."""
+        """By name of a side feature of events that the model takes its row for each number of a dataset.
+
+        Raises:
+            ConfigError: the events lack one.
+        """
+        if lacking := [name for name in self.event_values if name not in dataset.features]:
+            raise ConfigError(
+                f"{self.directory}: the model takes the side feature {lacking[0]!r} of events, and these have none; read a table "
+                "with this column"
+            )
         found = {}
         for name, values in self.event_values.items():
             rows = torch.from_numpy(values.encode(dataset.feature_values(name).ids))

@@ -1,4 +1,4 @@
-"""Side features of items in models of next items: against loops over items, in a model, and with what users do with it."""
+"""Side features of items and events in models of next items: against loops, in a model, and with what users do with it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.func import functional_call
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.data import ItemTable, SequenceBatch, Vocabulary, read_item_table
+from jagged.data.batches import features_of
 from jagged.models import BERT4Rec, ItemFeatures, ItemSequenceModel, NextItemTask, build
+from jagged.models.side_features import EventFeatures
 from jagged.ops import trust_values
 from jagged.training.graphs import GraphedSteps
 from tests.models.test_item_sequences import ITEMS, SIZES, batches_of, drawn, keyed
@@ -189,3 +192,141 @@ def test_features_of_other_items_are_refused(place: Place) -> None:
     message = f"item_features: got those of {ITEMS} items, 8 wide, expected {ITEMS + 1} and 8, num_items and embedding_dim"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         BERT4Rec(ITEMS + 1, **SIZES, item_features=random_features(place))
+
+
+EVENT_ROWS = {"action": 5, "shop id": 4}
+
+
+def event_model(name: str, place: Place, **options: Any) -> ItemSequenceModel:
+    torch.manual_seed(0)
+    model: ItemSequenceModel = build(name, num_items=ITEMS, **{"dropout": 0.0, **SIZES, "event_features": EVENT_ROWS, **options})
+    return model.to(place.device)
+
+
+def event_batch(place: Place, lengths: list[int], seed: int, *, times: bool = False) -> SequenceBatch:
+    generator, total = torch.Generator().manual_seed(seed), sum(lengths)
+    others = {"timestamp": torch.randint(1000, (total,), generator=generator)} if times else {}
+    others |= {name: torch.randint(rows, (total,), generator=generator) for name, rows in EVENT_ROWS.items()}
+    items = torch.randint(ITEMS, (total,), generator=generator)
+    targets = torch.randint(ITEMS, (total,), generator=generator)
+    features = features_of(items, torch.tensor(lengths), others)
+    return SequenceBatch(features, targets, torch.arange(len(lengths)), num_items=ITEMS).to(place.device)
+
+
+every_causal_model = pytest.mark.parametrize("name", ["sasrec", "hstu"])
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=4), seeds())
+def test_events_have_the_sum_of_their_values(place: Place, lengths: list[int], seed: int) -> None:
+    features = event_batch(place, lengths, seed).features
+    module = EventFeatures(8, EVENT_ROWS, device=place.device)
+    assert not any(bool(table.weight[1].any()) for table in module.embeddings)
+    names = [name for name, _ in module.named_parameters()]
+    ids = [features[name].values().tolist() for name in EVENT_ROWS]
+
+    def ours(*weights: Tensor) -> Tensor:
+        return functional_call(module, dict(zip(names, weights, strict=True)), (features,))
+
+    def reference(*tables: Tensor) -> Tensor:
+        rows = [sum(table[one] for table, one in zip(tables, of, strict=True)) for of in zip(*ids, strict=True)]
+        return torch.stack(rows) if rows else tables[0].new_zeros(0, 8)
+
+    check_three_way(ours, reference, [torch.randn_like(parameter) for parameter in module.parameters()])
+
+
+@every_causal_model
+def test_a_model_reads_events_with_their_features(place: Place, name: str) -> None:
+    """As one whose item table has a row for each event with all that it has; beside times and the items' own features."""
+    options: dict[str, Any] = {"num_time_buckets": 4, "item_features": random_features(place)}
+    model = event_model(name, place, **options).eval()
+    batch = event_batch(place, [3, 0, 4, 1], 1, times=True)
+    found = model(batch.features).values()
+    items, total = batch.features["item_id"].values(), int(batch.features["item_id"].values().numel())
+    plain: Any = build(name, num_items=total, **{"dropout": 0.0, **SIZES, "num_time_buckets": 4}).to(place.device).eval()
+    state = {key: value for key, value in model.state_dict().items() if not key.startswith(("item_features", "event_embeddings"))}
+    assert model.item_features is not None
+    assert model.event_embeddings is not None
+    with torch.no_grad():
+        rows = model.item_table[items] + model.item_features(items) + model.event_embeddings(batch.features)
+    state["item_embeddings.embeddings.item_id.weight"] = rows
+    plain.load_state_dict(state)
+    others = {"timestamp": batch.features["timestamp"].values()}
+    features = features_of(torch.arange(total, device=place.device), batch.features["item_id"].lengths(), others)
+    torch.testing.assert_close(found, plain(features).values())
+
+
+@every_causal_model
+def test_events_go_with_what_users_do(place: Place, name: str) -> None:
+    """Compile in one graph, export, autocast, pickle, and built again from plain values and weights; every table learns."""
+    model = event_model(name, place).eval()
+    task, batch = NextItemTask(model), event_batch(place, [3, 0, 4], 0)
+    expected = task(batch).loss
+    expected.backward()
+    assert all(bool(table.weight.grad.any()) for table in model.event_embeddings.embeddings)
+    again = build(name, **json.loads(json.dumps(model.config)))
+    again.load_state_dict({key: value.cpu() for key, value in model.state_dict().items()})
+    for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model), again.to(place.device).eval()):
+        assert torch.equal(NextItemTask(other)(batch).loss, expected)
+    with torch.autocast(place.device.type, torch.bfloat16):
+        torch.testing.assert_close(task(batch).loss, expected, rtol=0.05, atol=0.05)
+    hidden = _Hidden(model)
+    torch._dynamo.reset()
+    batches = [event_batch(place, lengths, seed).features for seed, lengths in enumerate([[3, 0, 4], [1, 2, 2, 1], [5, 4]])]
+    with trust_values(), torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        compiled = torch.compile(hidden, fullgraph=True, backend="aot_eager", dynamic=True)
+        sizes = {0: torch.export.Dim.DYNAMIC}
+        given_ = [(of.values(), of.lengths()) for of in batches]
+        program = torch.export.export(hidden, given_[0], dynamic_shapes=(sizes, sizes)).module()
+        for features, tensors in zip(batches, given_, strict=True):
+            torch.testing.assert_close(compiled(*tensors), model.final_hidden(features))
+            torch.testing.assert_close(program(*tensors), model.final_hidden(features))
+
+
+class _Hidden(torch.nn.Module):
+    def __init__(self, model: ItemSequenceModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, values: Tensor, lengths: Tensor) -> Tensor:
+        return self.model.final_hidden(KeyedJaggedTensor(["item_id", *EVENT_ROWS], values, lengths=lengths))
+
+
+@pytest.mark.gpu
+@every_causal_model
+def test_steps_with_events_are_replayed_as_graphs(place: Place, name: str) -> None:
+    """With times, so that batches have four keys."""
+    model = event_model(name, place, num_time_buckets=4).train()
+    task = NextItemTask(model)
+    graphed = GraphedSteps(lambda batch: task(batch).loss, task, place.device)
+    for seed, lengths in enumerate(([3, 0, 4], [2, 5], [8, 8, 8, 1])):
+        batch = event_batch(place, lengths, seed, times=True)
+        loss = graphed(batch)
+        found = [parameter.grad.clone() for parameter in model.parameters()]
+        alone = copy.deepcopy(task)
+        alone.zero_grad()
+        expected = alone(batch).loss
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach())
+        torch.testing.assert_close(found, [parameter.grad for parameter in alone.model.parameters()])
+
+
+def test_events_without_what_the_model_takes_are_refused(place: Place) -> None:
+    model = event_model("sasrec", place)
+    items, lengths = drawn(place, 3, 0), torch.tensor([2, 1], device=place.device)
+    good = torch.zeros(3, dtype=torch.int64, device=place.device)
+    message = (
+        "features: got the keys ['item_id', 'action'], expected 'shop id', too, a value for each row of 'item_id'; the model was "
+        "built with event_features"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        model(features_of(items, lengths, {"action": good}))
+    message = "features['shop id'].values()[1]: expected an id from 0 to 3, got 4; map ids to dense ones first"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        model(features_of(items, lengths, {"action": good, "shop id": torch.tensor([0, 4, 0], device=place.device)}))
+    short = KeyedJaggedTensor(
+        ["item_id", *EVENT_ROWS], torch.cat([items, good, good]), lengths=torch.tensor([2, 1, 1, 2, 2, 1], device=place.device)
+    )
+    message = "features['action']: expected a value for each row of 'item_id', got samples of other lengths"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        model(short)

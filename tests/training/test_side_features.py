@@ -1,4 +1,4 @@
-"""Runs with side features of items: what they gain, what a run's directory has of them, and what is refused."""
+"""Runs with side features of items and events: what they gain, what a run's directory has of them, and what is refused."""
 
 from __future__ import annotations
 
@@ -155,3 +155,90 @@ def test_what_is_refused(shop: Path, events: SequenceDataset, tmp_path: Path) ->
     assert str(error_of_config.value) == message
     with pytest.raises(DataError, match="the feature 'colour', expected one of"):
         train(config(shop, tmp_path / "b", item_columns=["colour"]), events, progress=False)
+
+
+@pytest.fixture(scope="module")
+def actions(shop: Path) -> Path:
+    """Events of which the genre of the next depends on what was done: after a purchase it is another one."""
+    rng = np.random.default_rng(1)
+    lines = ["user_id,item_id,timestamp,action"]
+    for user in range(USERS):
+        genre = int(rng.integers(GENRES))
+        for time in range(int(rng.integers(5, 12))):
+            action = ("buy", "view", "")[int(rng.integers(3))]
+            # Ten items a genre, so that all of one can be among the best ten.
+            lines.append(f"u{user},i{genre + GENRES * int(rng.integers(10))},{1_600_000_000 + 60 * time},{action}")
+            genre = (genre + 5) % GENRES if action == "buy" else genre
+    (shop / "actions.csv").write_text("\n".join(lines))
+    return shop / "actions.csv"
+
+
+def with_actions(shop: Path, actions: Path, output: Path, **options: Any) -> TrainConfig:
+    more = {"path": str(actions), "event_columns": ["action"], "max_epochs": 50, "patience": 50, **options}
+    return config(shop, output, **more)
+
+
+@pytest.mark.parametrize("name", ["sasrec", "hstu"])
+def test_what_was_done_tells_what_comes(shop: Path, actions: Path, tmp_path: Path, name: str) -> None:
+    """From the table to figures and recommendations; a run without the column is far behind."""
+    model = {"name": name, "embedding_dim": 16, "num_layers": 1, "dropout": 0.0}
+    runs = [
+        train(with_actions(shop, actions, tmp_path / str(place), event_columns=columns, model=model), progress=False).directory
+        for place, columns in enumerate((["action"], []))
+    ]
+    opened = [from_pretrained(run) for run in runs]
+    reached = [of.metrics["test"]["all_items"]["ndcg@10"] for of in opened]
+    assert reached[0] > 1.2 * reached[1], reached
+    assert opened[0].model.config["event_features"] == {"action": 4}
+    assert set(opened[0].event_values["action"].ids.to_pylist()) == {"buy", "view"}
+    for data in (None, actions):
+        found = jagged.evaluate(runs[0], data, device="cpu", progress=False).metrics["all_items"]["ndcg@10"]
+        assert found == pytest.approx(reached[0], abs=1e-9)
+    # One history, with a purchase at its end and without, and an action that training has not seen.
+    best = {}
+    for action in ("buy", "view", "gift"):
+        (tmp_path / "new.csv").write_text(f"user_id,item_id,timestamp,action\nnew,i3,1,view\nnew,i13,2,{action}\n")
+        items = Recommender.from_pretrained(runs[0]).recommend(tmp_path / "new.csv", k=10)["item_id"].to_pylist()
+        best[action] = sum(int(item[1:]) % GENRES == 8 for item in items)
+    assert best["buy"] > best["view"]
+    Recommender.from_pretrained(runs[0]).save_pretrained(tmp_path / "served")
+    again = Recommender.from_pretrained(tmp_path / "served").recommend(tmp_path / "new.csv", k=10)["item_id"].to_pylist()
+    assert again == items
+
+
+def test_events_without_the_column_are_refused(shop: Path, actions: Path, events: SequenceDataset, tmp_path: Path) -> None:
+    run = train(with_actions(shop, actions, tmp_path / "run", max_epochs=1), progress=False).directory
+    with pytest.raises(ConfigError) as error:
+        Recommender.from_pretrained(run).recommend({"new": ["i3"]})
+    assert str(error.value) == (
+        "users: histories without action, but the model takes them; pass events with them: a table, a dataset, or ids of users "
+        "that the model was trained on"
+    )
+    with pytest.raises(ConfigError) as error:
+        jagged.evaluate(run, events, device="cpu", progress=False)
+    assert str(error.value) == (
+        f"{run}: the model takes the side feature 'action' of events, and these have none; read a table with this column"
+    )
+    with pytest.raises(DataError, match="expected a column 'action'"):
+        jagged.evaluate(run, shop / "events.csv", device="cpu", progress=False)
+    (run / "values-0.arrow").unlink()
+    with pytest.raises(CheckpointError, match=re.escape("values-0.arrow")):
+        from_pretrained(run)
+    model = {"name": "bert4rec", "embedding_dim": 8, "num_layers": 1}
+    with pytest.raises(TrainingError) as error_of_model:
+        train(with_actions(shop, actions, tmp_path / "other", model=model), progress=False)
+    assert str(error_of_model.value) == (
+        "data.event_columns: bert4rec takes no side features of events; leave it out, or take model=sasrec"
+    )
+
+
+def test_a_run_with_events_goes_on(shop: Path, actions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(with_actions(shop, actions, tmp_path / "whole", max_epochs=2), progress=False)
+    with monkeypatch.context() as patch:
+        at_step(patch, 7, kill_self(signal.SIGTERM))
+        with pytest.raises(TrainingInterrupted):
+            train(with_actions(shop, actions, tmp_path / "stopped", max_epochs=2), progress=False)
+    train(resume=tmp_path / "stopped", progress=False)
+    assert outcome(tmp_path / "stopped") == outcome(tmp_path / "whole")
+    with pytest.raises(DataError, match="found another dataset"):
+        train(with_actions(shop, actions, tmp_path / "stopped", max_epochs=3, event_columns=[]), resume=True, progress=False)
