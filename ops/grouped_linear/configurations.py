@@ -1,7 +1,8 @@
 """Tiles of layers and mixtures of groups. Nothing else decides how they are launched.
 
 Layers compile without a spill for compute capabilities 9.0 and 10.0, mixtures for 8.0, too. Layers' tiles are those that were the
-fastest of six on an H200, of 65,536 rows in bfloat16; one kernel takes 128 x 256 or 128 x 128 of them.
+fastest of six on an H200, of 65,536 rows in bfloat16; one kernel takes 128 x 256 or 128 x 128 of them. Those of float32 are the
+same tiles with as many bytes a step, and have not been measured.
 """
 
 from __future__ import annotations
@@ -26,19 +27,27 @@ class Configuration(NamedTuple):
     num_warps: int
     num_stages: int
     programs: int
+    # Whether a tile is written in two halves of its columns.
+    halves: bool = False
 
 
-def linear_configuration(in_features: int, out_features: int) -> Configuration | None:
-    """Choose for `[N, in] x [out, in]` of each group in 16 bits; None where no tile divides both widths.
+def linear_configuration(in_features: int, out_features: int, itemsize: int, capability: int) -> Configuration | None:
+    """Choose for `[N, in] x [out, in]` of each group, of 2 or 4 bytes a number; None where no tile divides both widths.
 
     A tile of columns is of one group, and no tile reads over the end of a group's rows.
     """
     if in_features % 16 or out_features % 16:
         return None
-    inner = _divisor(in_features, 64)
-    if out_features % 256 == 0 and out_features >= 512:
+    inner = _divisor(in_features, 128 // itemsize)
+    is_wide, columns = out_features % 256 == 0 and out_features >= 512, _divisor(out_features, 128)
+    if itemsize == 4:
+        # Three steps of a wide tile and all of it in float32 are more than the shared memory of a multiprocessor. For capability
+        # 10.0 Triton 3.7 gives each half shared memory of its own, so that there two steps are left.
+        if is_wide:
+            return Configuration(128, 256, inner, 8, 3 if capability == 9 else 2, 1, halves=True)
+        return Configuration(128, columns, inner, 8 if columns == 128 else 4, 4, 1 if columns == 128 else 2)
+    if is_wide:
         return Configuration(128, 256, inner, 8, 3, 1)
-    columns = _divisor(out_features, 128)
     return Configuration(128, columns, inner, 8 if columns == 128 else 4, 4, 2)
 
 
