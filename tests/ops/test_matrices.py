@@ -60,7 +60,9 @@ def _precision_is_restored() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_precision_is_restored")
 @pytest.mark.parametrize("precision", ["tf32", "ieee"])
-@pytest.mark.parametrize("family", ["attention", "bmm", "cross_entropy", "group_sparse", "group_sparse_softmax", "pair_bmm"])
+@pytest.mark.parametrize(
+    "family", ["attention", "bmm", "cross_entropy", "group_sparse", "group_sparse_softmax", "grouped_linear", "pair_bmm"]
+)
 def test_operators_run_whichever_api_set_the_precision(place: Place, family: str, precision: str) -> None:
     """After PyTorch's new setting its old one, `get_float32_matmul_precision`, raises."""
     torch.backends.cuda.matmul.fp32_precision = precision  # type: ignore[attr-defined]
