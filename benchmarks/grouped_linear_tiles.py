@@ -1,8 +1,8 @@
 """Tiles of the kernel of layers of groups beside cuBLAS's product alone, on one Hopper GPU.
 
-python -m benchmarks.grouped_linear_tiles                       # all: compile, tiles, gradients, kernels of both passes; under 120 s on 16 cores
+python -m benchmarks.grouped_linear_tiles                # compile, tiles, gradients, kernels of both passes; 2 minutes
 python -m benchmarks.grouped_linear_tiles --dtypes tf32 --wide 256 --rows 65536 --no-profile
-python -m benchmarks.grouped_linear_tiles --dry                 # compiles for sm_90 without a GPU and prints what fails
+python -m benchmarks.grouped_linear_tiles --dry          # compiles for sm_90 without a GPU and prints what fails
 """
 
 import argparse
