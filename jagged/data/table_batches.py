@@ -60,6 +60,9 @@ class Batch:
             whose table is also read here, with as many ids as the request has candidates; then `history.<column>` for each
             column that the events of the request's history show, oldest first.
         weighted_features: the request's lists of ids that have weights; None where there are none.
+        candidate_list_offsets: int64 `[S + 1, C]`: of the candidates' lists of ids whose table others read in `features`, too, in
+            their order there. A request has there the ids of all its candidates' lists, and of the key's values those of
+            candidate s are from row s to below row s + 1. None where there are no such lists.
         candidates: the other columns of ids of the candidates, a sample a candidate; None where there are none.
         weighted_candidates: their lists of ids that have weights; None where there are none.
         candidate_offsets: int64 `[R + 1]`: the candidates of request r are those from `candidate_offsets[r]` to below
@@ -104,6 +107,7 @@ class Batch:
     candidate_numbers: Tensor
     candidate_numbers_missing: Tensor
     candidate_number_lists: KeyedJaggedTensor | None
+    candidate_list_offsets: Tensor | None = None
     history_times: Tensor | None = None
     history_weights: Tensor | None = None
     history_numbers: Tensor | None = None
@@ -246,11 +250,13 @@ class Layout(NamedTuple):
     """Which columns stand in which tensor of a batch.
 
     Attributes:
-        features: of the rows; the candidates' among them have an id a candidate.
+        features: of the rows; the candidates' among them have an id a candidate, or are `candidate_lists`.
+        candidate_lists: lists of the candidates whose table is read in `features` by others, too.
         history: of the events.
     """
 
     features: list[Column]
+    candidate_lists: list[Column]
     weighted_features: list[Column]
     candidates: list[Column]
     weighted_candidates: list[Column]
@@ -267,11 +273,12 @@ class Layout(NamedTuple):
         ids, history = schema.of_kind(*WITH_IDS), [] if log is None else log.ids
         requests = [column for column in ids if not column.is_candidates]
         read = {column.table_name for column in (*requests, *history) if column.weights is None}
-        shared = [one for one in ids if one.is_candidates and one.kind is not Kind.IDS and one.table_name in read]
+        shared = [one for one in ids if one.is_candidates and one.weights is None and one.table_name in read]
         others = [one for one in ids if one.is_candidates and one not in shared]
         numbers, lists = schema.of_kind(Kind.NUMBER), schema.features(Kind.NUMBERS)
         return cls(
             features=[one for one in ids if one in shared or (one in requests and one.weights is None)],
+            candidate_lists=[one for one in shared if one.kind is Kind.IDS],
             weighted_features=[one for one in requests if one.weights is not None],
             candidates=[one for one in others if one.weights is None],
             weighted_candidates=[one for one in others if one.weights is not None],
@@ -286,8 +293,9 @@ class Layout(NamedTuple):
     @property
     def list_histories(self) -> list[Column]:
         """Lists of the request that share a table with an id of its candidates: histories, the latest id last."""
-        tables = {one.table_name for one in self.features if one.is_candidates}
-        return [one for one in self.features if one.kind is Kind.IDS and one.table_name in tables]
+        tables = {one.table_name for one in self.features if one.is_candidates and one.kind is not Kind.IDS}
+        lists = [one for one in self.features if one.kind is Kind.IDS and not one.is_candidates]
+        return [one for one in lists if one.table_name in tables]
 
 
 class _Chosen(NamedTuple):
@@ -622,19 +630,27 @@ class Part:
     ) -> None:
         """Values, lengths and weights of a tensor of the layout, key by key; nothing where it has no columns."""
         keys: list[_Key] = []
+        offsets: list[IntArray] = []
         histories = self.layout.list_histories
         for column in getattr(self.layout, name):
             most = max_history if column in histories else None
             of = rows.values if column.is_candidates else rows.first
             key = self._values(column, self.dataset, of, rows.items, most, rows.unseen)
-            # One each, beside what is the request's.
-            keys.append(key._replace(lengths=rows.counts) if name == "features" and column.is_candidates else key)
+            if name == "features" and column.is_candidates:
+                # Those of all candidates beside what is the request's.
+                ends = np.append(0, np.cumsum(key.lengths))
+                key = key._replace(lengths=np.diff(ends[np.append(0, np.cumsum(rows.counts))]))
+                if column.kind is Kind.IDS:
+                    offsets.append(ends)
+            keys.append(key)
         if start is not None and stop is not None and (log := self.dataset.events) is not None:
             events = log.rows(spread(start, stop - start))
             of_events = (self._values(column, log.table, events, unseen=rows.unseen) for column in log.ids)
             keys += [key._replace(lengths=stop - start) for key in of_events]
         if keys or name == "features":
             _put(found, name, keys)
+        if offsets:
+            found["candidate_list_offsets"] = np.stack(offsets, 1)
 
     def _values(
         self,

@@ -42,6 +42,7 @@ class RankingInputs:
         lists: which of these are lists.
         list_histories: keys there of lists that are histories, the latest id last.
         candidate_ids: keys there with an id for each candidate.
+        candidate_lists: keys there of the candidates' lists, whose table others read there, too.
         history: keys there with an id for each event of the history that is gathered.
         weighted_features, candidates, weighted_candidates, history_lists: keys of these tensors, each with its table.
         request_numbers, candidate_numbers, history_numbers, request_number_lists, candidate_number_lists: the columns of these,
@@ -55,6 +56,7 @@ class RankingInputs:
     lists: Sequence[str] = ()
     list_histories: dict[str, str] = field(default_factory=dict)
     candidate_ids: dict[str, str] = field(default_factory=dict)
+    candidate_lists: dict[str, str] = field(default_factory=dict)
     history: dict[str, str] = field(default_factory=dict)
     weighted_features: dict[str, str] = field(default_factory=dict)
     candidates: dict[str, str] = field(default_factory=dict)
@@ -83,7 +85,7 @@ class RankingInputs:
         """
         layout, log = part.layout, part.dataset.events
         requests = [column for column in layout.features if not column.is_candidates]
-        candidates = {one.name: one.table_name for one in layout.features if one.is_candidates}
+        candidates = {one.name: one.table_name for one in layout.features if one.is_candidates and one.kind is not Kind.IDS}
         lists = [column for column in requests if column.kind is Kind.IDS]
         names = [column.name for column in lists]
         if unknown := [name for name in histories or () if name not in names]:
@@ -93,7 +95,7 @@ class RankingInputs:
             )
         if histories is None:
             histories = [column.name for column in layout.list_histories]
-        tables = ("weighted_features", "candidates", "weighted_candidates", "history_lists")
+        tables = ("candidate_lists", "weighted_features", "candidates", "weighted_candidates", "history_lists")
         numbers = ("request_numbers", "candidate_numbers", "request_number_lists", "candidate_number_lists")
         others: dict[str, Any] = {name: {one.name: one.table_name for one in getattr(layout, name)} for name in tables}
         others |= {name: [column.name for column in getattr(layout, name)] for name in numbers}
@@ -120,7 +122,7 @@ class RankingInputs:
     @property
     def sequences(self) -> dict[str, list[str]]:
         """Of the tables that are read row by row, the keys: those of candidates and events, and whoever shares their tables."""
-        read = {key: table for of in (self.candidate_ids, *self.histories) for key, table in of.items()}
+        read = {key: table for of in _by_rows(self) for key, table in of.items()}
         named, rows = {**self.features, **read}, set(read.values())
         return by_table({key: table for key, table in named.items() if table in rows})
 
@@ -137,6 +139,7 @@ class RankingInputs:
         if self.history:
             read += ["history_lists", "history_numbers"]
         found = ["candidate_offsets", *(name for name in read if getattr(self, name))]
+        found += ["candidate_list_offsets"] if self.candidate_lists else []
         found += [f"{name}_missing" for name in found if name.endswith("_numbers")]
         if self.features or self.sequences:
             found.append("features")
@@ -144,7 +147,7 @@ class RankingInputs:
             found += ["request_times", "history_times"]
             found += ["history_labels", "history_label_mask"] if self.history_labels else []
             found += ["history_weights"] if self.history_weights else []
-        if not self.candidate_ids and not any(getattr(self, name) for name in candidates):
+        if not self.candidate_ids and not self.candidate_lists and not any(getattr(self, name) for name in candidates):
             # Nothing else says how many candidates there are.
             found.append("rows")
         return found
@@ -153,7 +156,7 @@ class RankingInputs:
         """The keys that are read of a KeyedJaggedTensor of the batch, in this order."""
         if name != "features":
             return list(getattr(self, name))
-        return [*self.features, *self.candidate_ids, *(key for keys in self.histories for key in keys)]
+        return [*self.features, *(key for keys in _by_rows(self) for key in keys)]
 
 
 def by_table(tables: Mapping[str, str]) -> dict[str, list[str]]:
@@ -163,7 +166,7 @@ def by_table(tables: Mapping[str, str]) -> dict[str, list[str]]:
 
 def _by_rows(inputs: RankingInputs) -> list[dict[str, str]]:
     """Keys of `features` that are never pooled before they are encoded, with their tables."""
-    return [inputs.candidate_ids, *inputs.histories]
+    return [inputs.candidate_ids, inputs.candidate_lists, *inputs.histories]
 
 
 def tables_of(inputs: RankingInputs) -> list[str]:
@@ -202,7 +205,14 @@ def check_histories(inputs: RankingInputs, model: str) -> None:
             f"inputs: got no history, expected one that candidates of {model} read; give the table user, candidate and time with "
             'history="events", or a list of the candidate\'s ids, or take another model'
         )
-    names = ("candidate_ids", "candidates", "weighted_candidates", "candidate_numbers", "candidate_number_lists")
+    names = (
+        "candidate_ids",
+        "candidate_lists",
+        "candidates",
+        "weighted_candidates",
+        "candidate_numbers",
+        "candidate_number_lists",
+    )
     if not any(getattr(inputs, name) for name in names):
         raise ValueError(
             f"inputs: got no column of the candidates, expected one by which candidates of {model} read their history; say which "

@@ -456,7 +456,7 @@ class _Scorer(JaggedModule):
                 self.number_lists[side] = NumberLists(lists, device)
             beside[side] = 3 * (len(names) + len(lists))
         requests = of(inputs.features, inputs.weighted_features)
-        candidates = of(inputs.candidate_ids, inputs.candidates, inputs.weighted_candidates)
+        candidates = of(inputs.candidate_ids, inputs.candidate_lists, inputs.candidates, inputs.weighted_candidates)
         self.mean = JaggedPooling(dim, "mean")
         self.histories = nn.ModuleList()
         known = sum(candidates) + beside["candidate"]
@@ -527,6 +527,10 @@ class _Scorer(JaggedModule):
         ]
         requests += bags("weighted_features", inputs.weighted_features)
         candidates = [rows(key).values() for key in inputs.candidate_ids]
+        if batch.candidate_list_offsets is not None:
+            for place, key in enumerate(inputs.candidate_lists):
+                ends = batch.candidate_list_offsets[:, place].contiguous()
+                candidates.append(self._mean(JaggedTensor(rows(key).values(), offsets=ends)))
         candidates += [*bags("candidates", inputs.candidates), *bags("weighted_candidates", inputs.weighted_candidates)]
         of_request, of_candidate = self._numbers(batch, "request"), self._numbers(batch, "candidate")
         queries = None

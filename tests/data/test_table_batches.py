@@ -16,8 +16,10 @@ from jagged.data.encoding import Encoders
 from jagged.data.records import Dataset
 from jagged.data.schema import Column, Kind, Schema
 from jagged.data.table_batches import Part
+from jagged.models import RankingInputs
 from jagged.training.shares import digest
 from tests.data.points import EXAMPLE, made
+from tests.models.shops import COLUMNS, shop
 
 ROOT = Path(__file__).parents[2]
 
@@ -160,3 +162,32 @@ def test_a_part_goes_to_a_worker_and_to_other_devices_and_tells_its_batches_apar
     meta = part.gather([0]).to(torch.device("meta"))
     assert meta.features.values().is_meta
     assert meta.labels.is_meta
+
+
+def test_lists_of_candidates_whose_table_is_read_by_others_stand_beside_them() -> None:
+    """Those of a request are one list of ids, which offsets cut again; so with drawn requests, workers and other devices."""
+    split = shop("request", "user", "item", "time", "click", "liked", "tags", "similar", "styles", "genres", history="events")
+    part, columns = split.train, {name: COLUMNS[name].table_name for name in ("similar", "styles")}
+    table = pa.table(split.train.dataset)
+    whole = part.gather(range(len(part)))
+    assert whole.features.keys()[:7] == ["user", "item", "liked", "tags", "similar", "styles", "history.item"]
+    assert whole.candidates is not None
+    assert whole.candidates.keys() == ["genres"]
+    (loaded,) = part.loader(batch_size=len(part), num_workers=1, progress=False)
+    places = torch.tensor([7, 2, 2, 30])
+    for batch in (whole, part.gather(places), loaded.to(torch.device("cpu")), pickle.loads(pickle.dumps(part.gather(places)))):
+        assert batch.candidate_list_offsets.shape == (len(batch.rows) + 1, 2)
+        for place, (name, of) in enumerate(columns.items()):
+            feature, ends = batch.features[name], batch.candidate_list_offsets[:, place]
+            stored = [table[name][row].as_py() for row in batch.rows.tolist()]
+            # A missing list is one missing id.
+            expected = [
+                part.encoders[of].encode([None] if ids is None else ids or pa.array([], "string")).tolist() for ids in stored
+            ]
+            assert [ids.tolist() for ids in feature.values().split(ends.diff().tolist())] == expected
+            assert feature.offsets().tolist() == ends[batch.candidate_offsets].tolist()
+    assert part.gather([]).candidate_list_offsets.tolist() == [[0, 0]]
+    without = shop("request", "user", "item", "time", "click", "genres").train.gather([0, 1])
+    assert without.candidate_list_offsets is None
+    # A table of lists alone makes no history of the request's lists.
+    assert RankingInputs.of(part).list_histories == {"liked": "item"}

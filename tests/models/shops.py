@@ -35,8 +35,12 @@ COLUMNS = {
         Column("sizes", Kind.NUMBERS, of="candidate"),
         Column("click", Kind.LABEL),
         Column("buy", Kind.LABEL),
+        Column("similar", Kind.IDS, table="item", of="candidate"),
+        Column("styles", Kind.IDS, table="tags", of="candidate"),
     )
 }
+#: Lists of the candidates that share a table with the request's ids and histories, where they are named.
+SHARED = ("similar", "styles")
 OF_EVENTS = Schema(
     (
         Column("user", Kind.USER),
@@ -81,6 +85,8 @@ def rows(seed: int = 0, requests: int = 60, most: int = 6) -> dict[str, list[Any
                 "price": odd(item * 1.5), "genres": odd(some("g")), "words": words, "counts": rng.random(len(words)).tolist(),
                 "sizes": [odd(float(x)) for x in rng.normal(size=rng.integers(3))], "click": odd(click),
                 "buy": odd(int(click and item % 2 == 0), 0.2),
+                "similar": [f"i{(item + place) % 14}" for place in range(request % 4)] if item != 5 else None,
+                "styles": [f"t{(item * place) % 7}" for place in range((item + request) % 3)],
             }  # fmt: skip
             for name, value in {**of_request, **of_candidate}.items():
                 found[name].append(value)
@@ -107,7 +113,7 @@ def events(seed: int = 0, count: int = 150) -> pa.Table:
 
 def shop(*names: str, seed: int = 0, requests: int = 60, beside: bool = False, **options: Any) -> Split:
     """The split of a table of some columns, in the schema's order; `beside` with a table of events, else `history=` says."""
-    chosen = [name for name in COLUMNS if name in names] if names else list(COLUMNS)
+    chosen = [name for name in COLUMNS if (name in names if names else name not in SHARED)]
     table = {name: values for name, values in rows(seed, requests).items() if name in chosen}
     types = {"age": pa.float64(), "price": pa.float64(), "moods": pa.list_(pa.float64()), "sizes": pa.list_(pa.float64())}
     arrow = pa.table({name: pa.array(values, types.get(name)) for name, values in table.items()})

@@ -66,6 +66,14 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "lists as histories": (LISTS, {}, {"histories": ["tags", "liked"], "table_dims": {"tags": 4}, "cross": None}),
     "lists and events by dots": (LISTS, {"history": "events"}, {"histories": ["tags", "liked"], "cross": "dot", "num_layers": 2}),
     "a list alone": (("time", "liked", "click"), {}, {"histories": ["liked"], "max_history": 2}),
+    "shared lists": (
+        (*LISTS, "genres", "similar", "styles"),
+        {"history": "events"},
+        {"table_dims": {"tags": 4}, "histories": ["liked"]},
+    ),
+    "shared lists without a history": (("request", "user", "item", "time", "click", "tags", "styles"), {}, {"cross": "dot"}),
+    "dlrm of shared lists": ((*LISTS, "similar", "styles"), {"history": "events"}, {"class": DLRM}),
+    "din of shared lists": ((*LISTS, "similar", "styles"), {"history": "events"}, {"class": DIN}),
     "weights": (("request", "item", "time", "weight", "interests", "strengths", "words", "counts", "click"), {}, {}),
     "candidates alone": (("item", "time", "price", "click"), {}, {"layer_sizes": [8]}),
     "candidates alone by dots": (("item", "time", "price", "genres", "click"), {}, {"cross": "dot"}),
@@ -393,10 +401,10 @@ def refused(*names: str, reading: Any = None, kind: type[RequestModel] = Ranking
 
 
 def test_a_table_that_two_collections_need_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(COLUMNS, "genres", dataclasses.replace(COLUMNS["genres"], table="item"))
-    assert refused("user", "item", "time", "genres", "click", reading={"history": "events"}) == (
-        "table 'item': read by features (item, history.item) and candidates (genres), expected one of them, as a table is in one "
-        "collection; give a column another in the schema"
+    monkeypatch.setitem(COLUMNS, "words", dataclasses.replace(COLUMNS["words"], table="item"))
+    assert refused("user", "item", "time", "words", "counts", "click", reading={"history": "events"}) == (
+        "table 'item': read by features (item, history.item) and weighted_candidates (words), expected one of them, as a table "
+        "is in one collection; give a column another in the schema"
     )
     monkeypatch.setitem(COLUMNS, "words", dataclasses.replace(COLUMNS["words"], table="interests"))
     assert refused("user", "item", "time", "interests", "strengths", "words", "counts", "click") == (

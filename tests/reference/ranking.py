@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -184,6 +185,11 @@ class Padded:
             batch, "weighted_features", "sum"
         )
         item = [self.table(table)[batch.features[key].values()] for key, table in inputs.candidate_ids.items()]
+        for place, (key, table) in enumerate(inputs.candidate_lists.items()):
+            ends = batch.candidate_list_offsets[:, place].tolist()
+            values = [batch.features[key].values()[first:last] for first, last in itertools.pairwise(ends)]
+            rows = self.table(table)
+            item.append(torch.stack([rows[of].mean(0) if len(of) else rows.new_zeros(rows.shape[1]) for of in values]))
         item += [*self.pooled(batch, "candidates", "mean"), *self.pooled(batch, "weighted_candidates", "sum")]
         of_user, of_item = (self.normal(side, batch, statistics) for side in ("request", "candidate"))
         longest = int(counts.max())
