@@ -3,9 +3,10 @@
 Each process sees one GPU, in turns. Tests come in a shuffled order, as neighbours compile the same kernels. Of processes that
 want one kernel, one compiles it and the others wait, and then find it on disk.
 
-With `--done FILE`, tests that passed or were skipped are written down there, by file of tests with a hash of the files that it
-reaches, and are left out of the next run while these, PyTorch and Triton are the same: a run that was stopped goes on, also days
-later. `tests/done_on_gpu.json` is the record of the whole suite.
+With `--done FILE`, tests that passed are written down there, by file of tests with a hash of the files that it reaches, and are
+left out of the next run while these, PyTorch, Triton and the kind of GPU are the same: a run that was stopped goes on, also days
+later. What was skipped runs again: it may not be on a machine with more GPUs. `tests/done_on_gpu.json` is the record of the whole
+suite.
 """
 
 from __future__ import annotations
@@ -71,18 +72,21 @@ def _waiting(compile_it: Callable[..., Any], folder: Path) -> Callable[..., Any]
 
 
 class Done:
-    """Tests that are done, in a file: `{file of tests: {"of": its hash, "tests": "hashes of their names"}}`."""
+    """Tests that are done, in a file: `{"gpu": its name, "files": {file of tests: {"of": its hash, "tests": names' hashes}}}`."""
 
     def __init__(self, place: Path, root: Path) -> None:
         self.place, self.root = place, root
         self.hash_of = functools.cache(lambda path: hashlib.sha256(path.read_bytes()).hexdigest())
         known = json.loads(place.read_text()) if place.exists() else {}
-        now = self._hashes([file for file in known if (root / file).exists()])
-        self.of = {file: entry["of"] for file, entry in known.items() if entry["of"] == now.get(file)}
-        self.tests = {file: set(known[file]["tests"].split()) for file in self.of}
+        self.gpu = _gpu()
+        files = known["files"] if known.get("gpu") == self.gpu else {}
+        now = self._hashes([file for file in files if (root / file).exists()])
+        self.of = {file: entry["of"] for file, entry in files.items() if entry["of"] == now.get(file)}
+        self.tests = {file: set(files[file]["tests"].split()) for file in self.of}
+        self.passed: set[str] = set()
 
     def _hashes(self, files: list[str]) -> dict[str, str]:
-        """Return by file of tests a hash of the files that it reaches, and of what it runs on."""
+        """Return by file of tests a hash of the files that it reaches, and of what compiles and runs kernels."""
         runs_on = [f"{name} {metadata.version(name).split('+')[0]}" for name in ("torch", "triton")]
         found = {}
         for file in files:
@@ -102,18 +106,32 @@ class Done:
 
     def add(self, test: str) -> None:
         file, name = self._parts(test)
-        if file not in self.of:
-            self.of |= self._hashes([file])
         self.tests.setdefault(file, set()).add(name)
-        told = {file: {"of": self.of[file], "tests": " ".join(sorted(self.tests[file]))} for file in sorted(self.of)}
+        told = {file: {"of": self.of[file], "tests": " ".join(sorted(self.tests[file]))} for file in sorted(self.tests)}
         # At once in full: the run may be stopped at any time.
         new = self.place.with_name(f"{self.place.name}.new")
-        new.write_text(json.dumps(told, indent=1) + "\n")
+        new.write_text(json.dumps({"gpu": self.gpu, "files": told}, indent=1) + "\n")
         new.replace(self.place)
 
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.pytest_xdist_node_collection_finished([item.nodeid for item in session.items])
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        # Before anything runs: what is changed meanwhile is not what passed.
+        self.of |= self._hashes(sorted({test.split("::")[0] for test in ids} - self.of.keys()))
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.skipped or (report.passed and report.when == "call"):
+        if report.when == "call" and report.passed:
+            self.passed.add(report.nodeid)
+        if report.when == "teardown" and report.passed and report.nodeid in self.passed:
             self.add(report.nodeid)
+
+
+def _gpu() -> str:
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none"
 
 
 # Before conftest.py puts first what compiles for minutes.

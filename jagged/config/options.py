@@ -28,17 +28,20 @@ class DataOptions(Section):
     items: str | None = option(
         None, "table with a row for each item, whose other columns are side features of the items; none for none"
     )
+    items_column: str | None = option(None, "column of items with the items' ids; none for the name that events have")
     item_columns: tuple[str, ...] = option((), "column of items that is a side feature, may be repeated; none for all")
     max_seq_len: int = option(50, "longest history the model sees; older events are left out", ge=1, le=65_536)
 
     def contradictions(self) -> Iterator[Problem]:
         """Columns are of a table."""
-        if self.item_columns and self.items is None:
-            yield Problem("item_columns", f"got {', '.join(self.item_columns)} and no items, expected the table that has them")
+        for name in ("items_column", "item_columns"):
+            if self.items is None and (found := getattr(self, name)):
+                told = found if isinstance(found, str) else ", ".join(found)
+                yield Problem(name, f"got {told} and no items, expected the table that has them")
 
     def reading(self) -> dict[str, Any]:
         """The options of `jagged.data.read_events`."""
-        return self.model_dump(exclude={"path", "items", "item_columns", "max_seq_len"})
+        return self.model_dump(exclude={"path", "items", "items_column", "item_columns", "max_seq_len"})
 
 
 class LeaveOneOut(Section):

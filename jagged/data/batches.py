@@ -148,6 +148,8 @@ class BatchLoader(PlannedLoader):
             raise ValueError("with_viewed: got a training part, expected one with targets")
         if with_times and part.dataset.timestamps is None:
             raise ValueError(NO_TIMES)
+        if len(set(with_features)) < len(with_features):
+            raise ValueError(f"with_features: got {list(with_features)}, expected each once")
         if lacking := [name for name in with_features if name not in part.features]:
             raise ValueError(
                 f"with_features: got {lacking[0]!r}, expected one of {list(part.features)}, those of the events read"

@@ -38,7 +38,7 @@ def read_events(
     user_column: str = "user_id",
     item_column: str = "item_id",
     timestamp_column: str | None = "timestamp",
-    event_columns: Sequence[str] = (),
+    event_columns: str | Sequence[str] = (),
     duplicates: Literal["drop", "keep"] = "drop",
     min_events: int = 1,
     on_error: Literal["stop", "skip"] = "stop",
@@ -63,7 +63,7 @@ def read_events(
         user_column, item_column, timestamp_column: names of the columns of a table. Times are whole numbers of any unit or
             calendar times. `timestamp_column` None or "" states that the rows are oldest first; then the dataset has no times.
         event_columns: columns of a table of one event a row that are side features of events, as what a user did to the item:
-            ids, which are integers, booleans or strings, and may be missing.
+            ids, which are integers, booleans or strings. An empty text is a missing one, any other word a value.
         duplicates: "drop" leaves out an event with user, item and time of an earlier one; "keep" takes it, as events without
             times always are.
         min_events: users and items with fewer events are left out, counted again until all that are left have so many.
@@ -80,7 +80,8 @@ def read_events(
             cannot be written: one line with the place and the cure.
         ValueError: an option has no such value.
     """
-    columns = Columns(user_column, item_column, timestamp_column or None, tuple(event_columns))
+    event_columns = (event_columns,) if isinstance(event_columns, str) else tuple(event_columns)
+    columns = Columns(user_column, item_column, timestamp_column or None, event_columns)
     name = os.fspath(source) if isinstance(source, (str, os.PathLike)) else type(source).__name__
     if len(set(columns.names())) != len(columns.names()) or not all(columns.names()):
         raise refuse(name, f"the column names {columns.names()}", "different, non-empty names")

@@ -59,6 +59,8 @@ class Columns:
                 continue
             if found.count(name) > 1:
                 raise refuse(where, f"the column {shown(name)} {found.count(name)} times", "it once")
+            if option == "event_columns":
+                raise refuse(where, f"the columns {shown(found, 200)}", f"a column {shown(name)}, a side feature of events")
             cure = f"name yours with {option}=..."
             if option == "timestamp_column":
                 cure += ', or say timestamp_column="" if the rows are oldest first'
@@ -119,7 +121,7 @@ class Intake:
             raise refuse(where, found, "an event a row, as side features of events have it", "unnest the lists")
         for name, kind in types.items():
             if name in self.columns.features:
-                _check_id_type(where, name, pa.int64() if pa.types.is_boolean(kind) else kind)
+                _check_id_type(where, name, pa.string() if pa.types.is_boolean(kind) else kind)
                 continue
             if name == self.columns.user:
                 _check_id_type(where, name, kind)
@@ -137,7 +139,7 @@ class Intake:
 
     def _id_type(self, kind: pa.DataType) -> pa.DataType:
         kind = _decoded_type(kind.value_type if is_list(kind) else kind)
-        return pa.int64() if pa.types.is_integer(kind) or pa.types.is_boolean(kind) else pa.large_string()
+        return pa.int64() if pa.types.is_integer(kind) else pa.large_string()
 
     def blocks(self, blocks: Iterator[Block]) -> Iterator[Block]:
         """The events of blocks of the source.
@@ -239,12 +241,16 @@ class Intake:
         return Block(pa.record_batch(columns, schema=self.schema), block.numbers, block.file, block.unit)
 
     def _feature(self, values: pa.Array, place: Callable[[int], str]) -> pa.Array:
-        """A side feature as ids, null where it is missing: in csv an empty field."""
+        """A side feature as ids, null where it is missing or an empty text; truth values are the words that csv has for them."""
         values = _decoded(values)
         if pa.types.is_boolean(values.type):
-            return values.cast(pa.int64())
+            values = pc.if_else(values, "true", "false").cast(pa.large_string())
         if self.source.format == "csv":
-            values = pc.utf8_trim(values, characters=" ")
+            plain = pc.utf8_trim(values, characters=" ")
+            self.trimmed += pc.sum(pc.not_equal(plain, values)).as_py() or 0
+            lower = pc.utf8_lower(plain)
+            values = pc.if_else(pc.is_in(lower, pa.array(["true", "false"], lower.type)), lower, plain)
+        if _is_text(values.type):
             values = pc.if_else(pc.equal(values, ""), None, values)
         # The rules of ids are for what is there.
         there = values.is_valid()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import torch
 from torch import Tensor
 
@@ -25,12 +26,20 @@ from jagged.artifacts import (
 from jagged.artifacts.errors import one_line
 from jagged.data.dataset import Notes
 from jagged.data.errors import DataError, refuse, shown
+from jagged.data.inference import infer
 from jagged.data.records import Dataset
-from jagged.data.schema import Column, Kind
+from jagged.data.schema import Column, Kind, Schema
+from jagged.data.sources import open_table
 from jagged.data.vocabulary import Vocabulary
 
 _TENSORS = "item_table.safetensors"
 _FEATURES = (Kind.ID, Kind.IDS, Kind.NUMBER, Kind.NUMBERS)
+# What columns of other tables are for, and what they are of items.
+_PLAIN = {
+    Kind.USER: Kind.ID, Kind.REQUEST: Kind.ID, Kind.EVENT: Kind.ID, Kind.CANDIDATE: Kind.ID,
+    Kind.WEIGHT: Kind.NUMBER, Kind.LABEL: Kind.NUMBER,
+}  # fmt: skip
+_REASONS = {Kind.TIME: "times are no features", Kind.UNUSED: "neither ids nor numbers"}
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -140,14 +149,16 @@ def read_item_table(
     """Read the side features of a catalogue's items from a table with a row for each item.
 
     What columns are for is found out as by `Dataset.from_table`: ids, lists of ids (as an item's tags), numbers, and lists of as
-    many numbers for each item (as an embedding of its text). A value of ids that one item alone has says no more than the item
-    does, and is left out; so a column of titles goes.
+    many numbers for each item (as an embedding of its text). What would be a user, an event, a weight or a label of other tables
+    is an id or a number here; times are left out. A value of ids that one item alone has says no more than the item does, and is
+    left out; so a column of titles goes.
 
     Args:
         source: a file, a folder, an Arrow table or a frame, as `Dataset.from_table` takes it.
-        items: the catalogue, by the model's numbers. Rows of other items are not used.
+        items: the catalogue, by the model's numbers. Rows of other items are not used, and rows that are equal in all columns are
+            one.
         item_column: the column of the items' ids; None for the one that looks like it.
-        columns: those to use; empty for all that are ids or numbers.
+        columns: those to use; empty for all that can be. Others are not looked at.
         on_error: "stop" at a value that is none of its kind, or "skip" the row, of at most 1 % of the rows.
         progress: show a bar for what takes longer than two seconds.
 
@@ -155,32 +166,59 @@ def read_item_table(
         DataError: malformed input; an item in two rows, or none of the catalogue in any; a column that is not there or no
             feature; lists of numbers of several lengths; or nothing left to use. One line with the place.
     """
-    words: dict[str, Any] = {} if item_column is None else {"candidate": item_column}
-    dataset = Dataset.from_table(source, on_error=on_error, progress=progress, **words)
-    where = str(source) if isinstance(source, (str, os.PathLike)) else "items"
-    key = dataset.schema.one(Kind.CANDIDATE)
-    if key is None:
-        found = shown(dataset.schema.names, 200)
-        raise refuse(where, f"the columns {found}", "one with the items' ids", "name it with item_column=...")
+    if isinstance(source, (str, os.PathLike)):
+        where = str(source)
+    else:
+        # It is read twice, which what gives its rows once is not.
+        where, source = "items", source if isinstance(source, pa.Table) else pa.table(source)
+    with open_table(source, progress=progress) as table:
+        schema, left_out = _features(infer(table), item_column, columns, where)
+    dataset = Dataset.from_table(source, schema, on_error=on_error, progress=progress)
+    key = schema.one(Kind.CANDIDATE)
+    assert key is not None
     row_of_item = _rows(dataset, key, items, where)
-    has_row = row_of_item >= 0
     ids: dict[str, ItemIds] = {}
     numbers: dict[str, FloatArray] = {}
-    left_out = []
-    for column in _chosen(dataset, columns, where):
+    for column in schema.features(*_FEATURES):
         if column.kind in (Kind.ID, Kind.IDS):
             of = _sets(*_lists(dataset, column), row_of_item)
             if of.num_values:
                 ids[column.name] = of
             else:
                 left_out.append(f"{column.name}: no value that two items have")
-        else:
-            numbers |= _numbers(dataset, column, row_of_item, where, left_out)
+            continue
+        found = _numbers(dataset, column, row_of_item, where, left_out)
+        if twice := [name for name in found if name in numbers]:
+            cure = "rename one"
+            raise refuse(where, f"two numbers called {shown(twice[0])}, of a list and of a column", "names that differ", cure)
+        numbers |= found
     if not ids and not numbers:
         reasons = "; ".join(left_out) or "the items' ids alone"
         raise refuse(where, f"no column that says something ({reasons})", "ids that items share, or numbers that differ")
     stacked = np.stack(list(numbers.values()), 1) if numbers else np.zeros((len(items) + 1, 0), np.float32)
-    return ItemTable(ids, torch.from_numpy(stacked), tuple(numbers), int((~has_row).sum()), tuple(left_out))
+    return ItemTable(ids, torch.from_numpy(stacked), tuple(numbers), int((row_of_item < 0).sum()), tuple(left_out))
+
+
+def _features(found: Schema, item_column: str | None, columns: Sequence[str], where: str) -> tuple[Schema, list[str]]:
+    """The schema of the columns that are used, and why others are not."""
+    if item_column is None:
+        candidate = found.one(Kind.CANDIDATE)
+        item_column = None if candidate is None else candidate.name
+    if item_column is None or item_column not in found.names:
+        expected = "one with the items' ids" if item_column is None else f"a column {shown(item_column)} with the items' ids"
+        raise refuse(where, f"the columns {shown(found.names, 200)}", expected, "name yours with item_column=...")
+    others = {one.name: one for one in found.columns if one.name != item_column}
+    used = {name: replace(one, kind=_PLAIN.get(one.kind, one.kind), positive_from=None) for name, one in others.items()}
+    features = [name for name, one in used.items() if one.kind in _FEATURES]
+    for name in columns:
+        if name not in features:
+            what = f"{shown(name)}, {_REASONS[used[name].kind]}" if name in used else shown(name)
+            raise refuse(where, f"the feature {what}", f"one of {shown(features, 200)}")
+    chosen = set(columns or features)
+    left_out = [] if columns else [f"{name}: {_REASONS[one.kind]}" for name, one in used.items() if name not in features]
+    # The weights of a list come with it.
+    chosen |= {one.weights for name, one in used.items() if name in chosen and one.weights is not None}
+    return Schema((Column(item_column, Kind.CANDIDATE), *(one for name, one in used.items() if name in chosen))), left_out
 
 
 def _rows(dataset: Dataset, key: Column, items: Vocabulary, where: str) -> IntArray:
@@ -200,14 +238,6 @@ def _rows(dataset: Dataset, key: Column, items: Vocabulary, where: str) -> IntAr
     rows = np.full(len(items), -1, np.int64)
     rows[item_of_row[known]] = known
     return rows
-
-
-def _chosen(dataset: Dataset, columns: Sequence[str], where: str) -> list[Column]:
-    features = {one.name: one for one in dataset.schema.features(*_FEATURES)}
-    for name in columns:
-        if name not in features:
-            raise refuse(where, f"the feature {shown(name)}", f"one of {shown(list(features), 200)}")
-    return [features[name] for name in dict.fromkeys(columns)] if columns else list(features.values())
 
 
 def _lists(dataset: Dataset, column: Column) -> tuple[IntArray, IntArray]:
@@ -266,10 +296,12 @@ def _columns(dataset: Dataset, column: Column, where: str) -> dict[str, FloatArr
     # A missing list stands as one missing number.
     is_there = lengths > 0
     is_there[is_there] = ~((lengths[is_there] == 1) & np.isnan(values[offsets[:-1][is_there]]))
+    if not is_there.any():
+        return {column.name: np.full(len(lengths), np.nan, np.float32)}
     several = np.unique(lengths[is_there])
     if len(several) > 1:
         found = f"lists of {several[0]} to {several[-1]} numbers in the column {shown(column.name)}"
         raise refuse(where, found, "as many for each item", "leave the column out")
-    table = np.full((len(lengths), int(several.max(initial=0))), np.nan, np.float32)
+    table = np.full((len(lengths), int(several[0])), np.nan, np.float32)
     table[is_there] = values[np.repeat(is_there, lengths)].reshape(-1, table.shape[1])
     return {f"{column.name}.{place}": of for place, of in enumerate(table.T)}

@@ -314,8 +314,12 @@ def _finish(
 
 
 def _rows_of_seen(train: SequencePart, name: str) -> Tensor:
-    """The row of each number of a side feature: missing ones share one, and those that training has not seen another."""
-    seen = train.counts(train.dataset.features[name], len(train.dataset.feature_values(name)) + 1) > 0
+    """The row of each number of a side feature: missing ones share one, and those that training has not seen another.
+
+    The last event of a range is a target alone: what it has besides is not read.
+    """
+    read = replace(train, end=torch.maximum(train.end - 1, train.start))
+    seen = read.counts(train.dataset.features[name], len(train.dataset.feature_values(name)) + 1) > 0
     rows = torch.where(seen[1:], seen[1:].cumsum(0) + FIRST - 1, UNSEEN)
     return torch.cat([torch.tensor([MISSING]), rows])
 

@@ -90,6 +90,9 @@ class ItemSequenceModel(nn.Module):
             _check_item_features(item_features, num_items, width)
             self.config |= {"item_features": item_features.config}
         self.event_features = dict(event_features or {})
+        if taken := {FEATURE, TIMES}.intersection(self.event_features):
+            found = f"got {taken.pop()!r}, expected another name"
+            raise ValueError(f"event_features: {found}: batches have another thing under this key")
         self.event_embeddings: EventFeatures | None = None
         if self.event_features:
             self.event_embeddings = EventFeatures(width, self.event_features, device=device)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from jagged.data.vocabulary import UNSEEN
+from jagged.data.vocabulary import FIRST
 
 if TYPE_CHECKING:
     # A model alone needs no tables.
@@ -22,8 +22,8 @@ class EventFeatures(nn.Module):
 
     Args:
         embedding_dim: width D.
-        rows: by name of a feature the rows of its table. Row 0 is that of a missing value, and row 1 that of a value which
-            training has not seen: it begins as zeros, and stays so.
+        rows: by name of a feature the rows of its table, 2 or more. Row 0 is that of a missing value, and row 1 that of a value
+            which training has not seen: both begin as zeros, so that they add nothing where no step has read them.
         device: where parameters live; `"meta"` allocates nothing.
 
     Shape:
@@ -32,6 +32,9 @@ class EventFeatures(nn.Module):
 
     def __init__(self, embedding_dim: int, rows: Mapping[str, int], *, device: torch.device | str | None = None) -> None:
         super().__init__()
+        if wrong := [name for name, count in rows.items() if count < FIRST] or [*([] if rows else ["none"])]:
+            found = f"{rows[wrong[0]]} rows of {wrong[0]!r}" if rows else "no feature"
+            raise ValueError(f"rows: got {found}, expected features with {FIRST} rows or more: of missing and of unseen values")
         self.rows = dict(rows)
         self.embeddings = nn.ModuleList(nn.Embedding(count, embedding_dim, device=device) for count in self.rows.values())
         self.reset_parameters()
@@ -41,8 +44,7 @@ class EventFeatures(nn.Module):
         for table in self.embeddings:
             weight = cast(nn.Embedding, table).weight
             nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
-            with torch.no_grad():
-                weight[UNSEEN] = 0
+            nn.init.zeros_(weight[:FIRST])
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         """Return a vector of each event."""
@@ -55,7 +57,7 @@ class ItemFeatures(nn.Module):
 
     What items have is in buffers, so that a batch has no more than items. Items with the same values of a feature share a set,
     and a step makes a vector of each set, however many rows there are: of fixed sizes, as CUDA graphs need them, and with nothing
-    padded. Make it by `of`, which fills the buffers; the constructor makes the sizes, which saved weights fill.
+    padded. Make it by `of`, which fills the buffers; the constructor makes the sizes, which a state dict fills.
 
     Args:
         num_items: size of the catalogue.
@@ -84,6 +86,8 @@ class ItemFeatures(nn.Module):
     ) -> None:
         super().__init__()
         sizes = {name: list(of) for name, of in (ids or {}).items()}
+        if not sizes and not numbers:
+            raise ValueError("ids, numbers: got none of both, expected a feature")
         self.config: dict[str, Any] = {
             "num_items": num_items,
             "embedding_dim": embedding_dim,
@@ -111,7 +115,7 @@ class ItemFeatures(nn.Module):
         return made
 
     def reset_parameters(self) -> None:
-        """Draw new weights."""
+        """Draw new weights; buffers stay as they are."""
         width = self.config["embedding_dim"]
         for table in self.embeddings:
             nn.init.normal_(cast(nn.Embedding, table).weight, std=width**-0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,10 +24,13 @@ from jagged.data import (
     split_global_time,
     split_leave_one_out,
 )
+from jagged.data.errors import shown
 from jagged.data.vocabulary import FIRST, MISSING, UNSEEN
 from jagged.evaluation import event_features, item_table, takes_times
 from jagged.metrics import TrainCounts
 from jagged.models.pretrained import from_pretrained
+
+logger = logging.getLogger("jagged")
 
 
 @dataclass(frozen=True)
@@ -150,8 +154,10 @@ class Run:
     def feature_rows(self, dataset: SequenceDataset) -> dict[str, Tensor]:
         """By name of a side feature of events that the model takes its row for each number of a dataset.
 
+        Events whose value the model does not know are told of.
+
         Raises:
-            ConfigError: the events lack one.
+            ConfigError: the events lack one, or the model knows none of its values.
         """
         if lacking := [name for name in self.event_values if name not in dataset.features]:
             raise ConfigError(
@@ -160,7 +166,18 @@ class Run:
             )
         found = {}
         for name, values in self.event_values.items():
-            rows = torch.from_numpy(values.encode(dataset.feature_values(name).ids))
+            theirs = dataset.feature_values(name).ids
+            rows = torch.from_numpy(values.encode(theirs))
+            if len(theirs) and not bool((rows >= 0).any()):
+                known = shown(values.ids.to_pylist())
+                raise ConfigError(
+                    f"{self.directory}: the model knows none of the values {shown(theirs.to_pylist())} of {name!r}, expected "
+                    f"some of {known}; give them in the form of its training"
+                )
+            if len(theirs):
+                unseen = int((torch.cat([rows.new_zeros(1), rows])[dataset.features[name]] < 0).sum())
+                if unseen:
+                    logger.warning("%d events have a value of %r that the model does not know", unseen, name)
             found[name] = torch.cat([torch.tensor([MISSING]), torch.where(rows < 0, UNSEEN, rows + FIRST)])
         return found
 

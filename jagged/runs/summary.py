@@ -24,6 +24,7 @@ _NAMED = {
     "skipped_rows_first": "malformed:",
     "columns_not_used": "columns not used:",
     "files_left_out": "files not read:",
+    "event_features": "side features of events:",
     "item_features": "side features of items:",
     "item_columns_not_used": "columns of items not used:",
 }

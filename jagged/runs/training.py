@@ -15,6 +15,7 @@ from torch import nn
 
 from jagged import artifacts
 from jagged.artifacts import CheckpointError
+from jagged.artifacts.errors import one_line
 from jagged.config import ConfigError, MultiLabelConfig, RankingConfig, TrainConfig, load_config
 from jagged.data import (
     BatchLoader,
@@ -27,6 +28,7 @@ from jagged.data import (
     read_item_table,
     synthetic_sessions,
 )
+from jagged.data.dataset import Notes
 from jagged.data.errors import refuse
 from jagged.data.vocabulary import FIRST
 from jagged.evaluation import event_features, takes_times
@@ -132,10 +134,12 @@ def train(
         if processes.is_first:
             with artifacts.writing(directory / DATASET, "make room, or choose another output", CheckpointError):
                 dataset.save(directory / DATASET)
-                if item_table is not None and not (directory / ITEM_TABLE).exists():
-                    item_table.save(directory / ITEM_TABLE)
                 # From here on the run needs nothing else to go on; one that goes on already has its own.
                 if not list_checkpoints(directory / CHECKPOINTS):
+                    if item_table is not None:
+                        if (directory / ITEM_TABLE).exists():
+                            artifacts.remove(directory / ITEM_TABLE)
+                        item_table.save(directory / ITEM_TABLE)
                     config.save(directory / CONFIG)
         drawn = len(split.valid) if config.evaluation.validate_users is None else config.evaluation.validate_users
         note = f" of {drawn:,} of {len(split.valid):,} users" if drawn < len(split.valid) else ""
@@ -198,7 +202,7 @@ def _item_table(config: TrainConfig, items: Vocabulary, directory: Path, progres
     if config.data.items is None:
         return None
     _check_takes(config, "item_features", "data.items", "items")
-    if (directory / ITEM_TABLE).exists():
+    if list_checkpoints(directory / CHECKPOINTS) and (directory / ITEM_TABLE).exists():
         found = ItemTable.load(directory / ITEM_TABLE)
         if found.num_items != len(items):
             raise refuse(directory / ITEM_TABLE, f"a table of {found.num_items:,} items", f"{len(items):,}", "start anew")
@@ -206,7 +210,7 @@ def _item_table(config: TrainConfig, items: Vocabulary, directory: Path, progres
     return read_item_table(
         config.data.items,
         items,
-        item_column=config.data.item_column,
+        item_column=config.data.items_column or config.data.item_column,
         columns=config.data.item_columns,
         on_error=config.data.on_error,
         progress=progress,
@@ -274,6 +278,13 @@ def _loaders(
         raise TrainingError(str(error)) from None
 
 
+def _notes_of_features(split: SequenceSplit, item_table: ItemTable | None) -> Notes:
+    """What side features of events and of items the model has."""
+    named = [one_line(f"{name} ({len(values):,} values)") for name, values in split.feature_values.items()]
+    of_events: Notes = {"event_features": named} if named else {}
+    return of_events | ({} if item_table is None else item_table.notes)
+
+
 def _write(
     directory: Path,
     config: TrainConfig,
@@ -295,7 +306,7 @@ def _write(
         "test": len(split.test),
         "fingerprint": dataset.fingerprint,
         "time_unit": dataset.time_unit,
-        "notes": {**dataset.notes, **split.notes, **({} if item_table is None else item_table.notes)},
+        "notes": {**dataset.notes, **split.notes, **_notes_of_features(split, item_table)},
         "unknown": {"valid": split.valid.unknown(), "test": split.test.unknown()},
     }
     save_pretrained(

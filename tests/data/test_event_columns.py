@@ -16,13 +16,13 @@ from jagged.data import BatchLoader, DataError, Dataset, SequenceDataset, read_e
 from jagged.data.vocabulary import FIRST, MISSING, UNSEEN
 
 TABLE = """user_id,item_id,timestamp,action,shop,sure
-b,x,5,buy,7,1
-a,x,3,view,7,0
-a,y,1,,8,1
-a,x,3,buy,9,1
-a,z,2, view ,,0
-b,y,6,rare,7,1
-b,z,7,view,7,1
+b,x,5,buy,7,True
+a,x,3,view,7,false
+a,y,1,,8,true
+a,x,3,buy,9,TRUE
+a,z,2, view ,,false
+b,y,6,rare,7,true
+b,z,7,view,7,true
 """
 
 
@@ -54,17 +54,25 @@ def test_values_go_with_their_events(path: Path) -> None:
     assert told(kept, "action") == ["buy", "rare", "view", None, "view", "view", "buy"]
 
 
+def test_an_empty_text_is_a_missing_value(path: Path) -> None:
+    """In any table; one name may stand alone."""
+    source = pa.table({"user_id": ["a", "a"], "item_id": ["x", "y"], "timestamp": [1, 2], "action": ["", "view"]})
+    assert told(read_events(source, event_columns="action", progress=False), "action") == [None, "view"]
+    # Blanks around a value were trimmed.
+    assert read(path, ("action",)).notes["trimmed_ids"] == 1
+
+
 def test_any_table_says_the_same(path: Path, tmp_path: Path) -> None:
     rows = [[field.strip() or None for field in line.split(",")] for line in TABLE.splitlines()]
     named = dict(zip(rows[0], zip(*rows[1:], strict=True), strict=True))
-    whole = {name: pa.array([None if of is None else int(of) for of in named[name]]) for name in ("timestamp", "shop", "sure")}
+    whole = {name: pa.array([None if of is None else int(of) for of in named[name]]) for name in ("timestamp", "shop")}
     table = pa.table({name: whole.get(name, pa.array(of)) for name, of in named.items()})
-    table = table.set_column(5, "sure", table["sure"].cast(pa.bool_()))
+    table = table.set_column(5, "sure", pa.array([word.lower() == "true" for word in named["sure"]]))
     pq.write_table(table, tmp_path / "events.parquet")
     by_code = table.set_column(3, "action", table["action"].dictionary_encode())
     expected = read(path, ("action", "shop", "sure"))
     for source in (table, by_code, tmp_path / "events.parquet", Dataset.from_table(table, progress=False)):
-        # What is 0 or 1 is a number or a label of a typed table.
+        # What is true or false is a number or a label of a typed table.
         columns = ("action",) if isinstance(source, Dataset) else ("action", "shop", "sure")
         found = source.sequences(event_columns=columns) if isinstance(source, Dataset) else read(source, columns)
         for name in columns:
@@ -131,6 +139,8 @@ def test_batches_have_the_models_rows(tmp_path: Path) -> None:
     """What training has not seen is unseen in a history; batches go to workers and back."""
     lines = ["user_id,item_id,timestamp,action"]
     actions = {"a": ["p", "", "q", "r", "p"], "b": ["q", "q", "", "p"], "c": ["", "p", "s", "s"]}
+    # What is only ever training's last event is read by no step.
+    actions = {user: [*of[:-2], "last", *of[-2:]] for user, of in actions.items()}
     for user, of in actions.items():
         lines += [f"{user},i{place % 2},{place},{action}" for place, action in enumerate(of)]
     (tmp_path / "events.csv").write_text("\n".join(lines))
@@ -138,7 +148,7 @@ def test_batches_have_the_models_rows(tmp_path: Path) -> None:
     split = split_leave_one_out(dataset)
     # r and s stand behind training's events.
     assert split.feature_values["action"].ids.to_pylist() == ["p", "q"]
-    rows = {"": MISSING, "p": FIRST, "q": FIRST + 1, "r": UNSEEN, "s": UNSEEN}
+    rows = {"": MISSING, "p": FIRST, "q": FIRST + 1, "r": UNSEEN, "s": UNSEEN, "last": UNSEEN}
     common: dict[str, Any] = {"batch_size": 3, "max_seq_len": 3, "shuffle": False, "seed": 0, "with_features": ["action"]}
     for part, cut in ((split.train, 3), (split.valid, 2), (split.test, 1)):
         for workers in (0, 1):
@@ -160,7 +170,7 @@ def test_batches_have_the_models_rows(tmp_path: Path) -> None:
         (
             ("colour",),
             "events.csv:1: found the columns ['user_id', 'item_id', 'timestamp', 'action', 'shop', 'sure'], expected a column "
-            "'colour'; name yours with event_columns=...",
+            "'colour', a side feature of events",
         ),
         (
             ("action", "action"),

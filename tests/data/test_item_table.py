@@ -133,8 +133,47 @@ def test_is_read_again_as_it_was_saved(path: Path, tmp_path: Path) -> None:
 
 
 def test_columns_are_chosen(path: Path) -> None:
+    """Others are not looked at, whatever stands in them."""
     table = read(path, columns=["price", "brand"])
-    assert (list(table.ids), table.number_names) == (["brand"], ("price",))
+    assert (list(table.ids), table.number_names, table.left_out) == (["brand"], ("price",), ())
+    path.write_text(TABLE.replace("1999", "soon", 1).replace(",7\n", ",x\n", 1))
+    assert read(path, columns=["price", "brand"]).notes == table.notes
+
+
+def test_no_column_goes_by_its_name(tmp_path: Path) -> None:
+    """What is a user, an event, a label or a weight of other tables is a feature here; of others the notes say why not."""
+    names = ["user_id", "session_id", "event_type", "action", "weight", "label", "click", "rating", "is_new", "product"]
+    lines = [",".join(["item", *names, "released"])]
+    for place, item in enumerate("abcd"):
+        lines.append(",".join([item, *(f"{place % 2 + 1}" for _ in names), f"20{10 + place}-01-02"]))
+    (tmp_path / "items.csv").write_text("\n".join(lines))
+    table = read(tmp_path / "items.csv")
+    told = {*table.ids, *table.number_names, *(reason.split(":")[0] for reason in table.left_out)}
+    assert told == {*names, "released"}
+    assert table.left_out == ("released: times are no features",)
+    with pytest.raises(DataError) as error:
+        read(tmp_path / "items.csv", columns=["released"])
+    message = f"{tmp_path}/items.csv: found the feature 'released', times are no features, expected one of ["
+    assert str(error.value).startswith(message)
+
+
+def test_rows_that_are_equal_are_one_and_lists_may_all_be_missing(tmp_path: Path) -> None:
+    source = pa.table({
+        "item": ["a", "b", "a"],
+        "brand": ["u", "u", "u"],
+        "vector": pa.nulls(3, pa.list_(pa.float32())),
+    })  # fmt: skip
+    table = read(source)
+    assert sets_of(table, "brand") == [[], [0], [0], [], [], []]
+    assert table.left_out == ("vector: one number for all items",)
+    # A reader gives its rows once.
+    assert read(source.to_reader()).notes == table.notes
+    twice = pa.table({"item": ["a", "b"], "v": [[1.0, 2.0], [2.0, 3.0]], "v.0": [5.0, 6.0]})
+    with pytest.raises(DataError) as error:
+        read(twice)
+    assert str(error.value) == (
+        "items: found two numbers called 'v.0', of a list and of a column, expected names that differ; rename one"
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,6 +192,11 @@ def test_columns_are_chosen(path: Path) -> None:
             "no column that says something (brand: no value that two items have), expected ids that items share, or numbers that "
             "differ",
         ),
+        (
+            "sku,brand\na,u\nb,u\n",
+            {},
+            "the columns ['sku', 'brand'], expected a column 'item' with the items' ids; name yours with item_column=...",
+        ),
         ("item,brand\na,u\nb,u\n", {"columns": ["brands"]}, "the feature 'brands', expected one of ['brand']"),
         (
             'item,vector\na,"[1.0, 2.0]"\nb,"[1.0, 2.0, 3.0]"\n',
@@ -162,7 +206,7 @@ def test_columns_are_chosen(path: Path) -> None:
         (
             "brand,size\nu,3.5\nu,4.5\n",
             {"item_column": None},
-            "the columns ['brand', 'size'], expected one with the items' ids; name it with item_column=...",
+            "the columns ['brand', 'size'], expected one with the items' ids; name yours with item_column=...",
         ),
     ],
 )

@@ -188,6 +188,24 @@ def test_damage_is_seen(place: Place, damage: str) -> None:
     assert features.damage() == damage
 
 
+def test_new_weights_and_sizes(place: Place) -> None:
+    """Buffers stay when weights are drawn; what makes no feature is refused."""
+    features = random_features(place)
+    before = features(torch.arange(ITEMS, device=place.device))
+    features.reset_parameters()
+    assert features.damage() is None
+    assert not torch.equal(features(torch.arange(ITEMS, device=place.device)), before)
+    with pytest.raises(ValueError, match=r"^ids, numbers: got none of both, expected a feature$"):
+        ItemFeatures(4, 8)
+    for rows, found in (({}, "no feature"), ({"action": 1}, "1 rows of 'action'")):
+        message = f"rows: got {found}, expected features with 2 rows or more: of missing and of unseen values"
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            EventFeatures(8, rows)
+    message = "event_features: got 'item_id', expected another name: batches have another thing under this key"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        build("sasrec", num_items=4, event_features={"item_id": 4})
+
+
 def test_features_of_other_items_are_refused(place: Place) -> None:
     message = f"item_features: got those of {ITEMS} items, 8 wide, expected {ITEMS + 1} and 8, num_items and embedding_dim"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
@@ -200,6 +218,12 @@ EVENT_ROWS = {"action": 5, "shop id": 4}
 def event_model(name: str, place: Place, **options: Any) -> ItemSequenceModel:
     torch.manual_seed(0)
     model: ItemSequenceModel = build(name, num_items=ITEMS, **{"dropout": 0.0, **SIZES, "event_features": EVENT_ROWS, **options})
+    assert model.event_embeddings is not None
+    for parameter in model.event_embeddings.parameters():
+        assert not parameter[:2].any()
+        assert bool(parameter[2:].any())
+    for parameter in model.event_embeddings.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
     return model.to(place.device)
 
 
@@ -221,7 +245,6 @@ every_causal_model = pytest.mark.parametrize("name", ["sasrec", "hstu"])
 def test_events_have_the_sum_of_their_values(place: Place, lengths: list[int], seed: int) -> None:
     features = event_batch(place, lengths, seed).features
     module = EventFeatures(8, EVENT_ROWS, device=place.device)
-    assert not any(bool(table.weight[1].any()) for table in module.embeddings)
     names = [name for name, _ in module.named_parameters()]
     ids = [features[name].values().tolist() for name in EVENT_ROWS]
 
