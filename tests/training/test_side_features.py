@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import jagged
+import jagged.models
 from jagged.artifacts import CheckpointError, read_tensors, save_tensors, write_manifest
-from jagged.config import ConfigError, ModelOptions, TrainConfig, option
+from jagged.config import SECTIONS, ConfigError, ModelOptions, TrainConfig, option
 from jagged.data import DataError, SequenceDataset, read_events
 from jagged.models import SASRec, register
 from jagged.models.pretrained import from_pretrained
@@ -162,7 +163,10 @@ class Plain(SASRec):
         super().__init__(num_items, max_seq_len=max_seq_len, embedding_dim=8, device=device)
 
 
-def test_what_is_refused(shop: Path, events: SequenceDataset, tmp_path: Path) -> None:
+def test_what_is_refused(shop: Path, events: SequenceDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Known here alone.
+    monkeypatch.setitem(SECTIONS, "model", [*SECTIONS["model"]])
+    monkeypatch.setattr(jagged.models, "_MODELS", dict(jagged.models._MODELS))
     register("plain", Plain, PlainOptions)
     with pytest.raises(TrainingError) as error:
         train(tiny_config(tmp_path, model={"name": "plain"}, items=str(shop / "items.csv")), events, progress=False)
