@@ -132,19 +132,21 @@ class _Found:
         return self.form == "bool" or bool(self["present"] and self["binary"] == self["present"])
 
 
-def infer(table: Table, lists: Iterable[str] = ()) -> Schema:
+def infer(table: Table, lists: Iterable[str] = (), told: Iterable[str] = ()) -> Schema:
     """The kind of every column of a table, from types, names and values of all rows.
 
     Args:
         table: an open table.
         lists: columns that hold lists of ids, whatever their values look like.
+        told: columns of which the user says what they are for.
 
     Raises:
-        DataError: the table has no rows, whose values say nothing.
+        DataError: the table has no rows, whose values say nothing; or numbers with a decimal comma, which would be lists of two.
     """
     if not table.num_rows:
         raise refuse(table.name, "a table without rows", "rows")
     found = _looked_at(table)
+    _refuse_decimal_commas(table, found, {*lists, *told})
     separators = {one.name: _list_separator(one, one.name in set(lists)) for one in found if one.form == "text"}
     columns = {one.name: _alone(one, table, separators.get(one.name, _NO_LIST)) for one in found}
     is_list = {name for name, column in columns.items() if column.kind in (Kind.IDS, Kind.NUMBERS)}
@@ -192,7 +194,8 @@ def schema_for(table: Table, schema: Schema | None = None, **words: Any) -> Sche
     """
     history = words.get("history") or ()
     if schema is None:
-        schema = infer(table, [history] if isinstance(history, str) else history)
+        named = [name for value in words.values() for name in ([value] if isinstance(value, str) else value or ())]
+        schema = infer(table, [history] if isinstance(history, str) else history, named)
     else:
         for name in schema.names:
             if name not in table.types:
@@ -224,6 +227,19 @@ def events_schema_for(table: Table, schema: Schema | None, rows: Schema, words: 
             if column is not None and column.name in table.types and column.name not in named:
                 words.setdefault(kind.value, column.name)
     return beside(schema_for(table, schema, **words), rows)
+
+
+def _refuse_decimal_commas(table: Table, found: list[_Found], told: set[str]) -> None:
+    """Refuse texts that are all two numbers with a comma between, unless the name or the user says that they are lists."""
+    for one in found:
+        is_named = one.name in told or _LISTS_OF_IDS.search(one.plain) or _NUMBER_LISTS.search(one.plain)
+        if one["decimal_commas"] and one["decimal_commas"] == one["present"] and not is_named:
+            column = identifier(one.name)
+            ((example,),) = table.sql(f"SELECT min(trim({column})) FILTER (contains({column}, ',')) FROM {table.rows}")
+            cure = f"write it with a point, or say what {one.name} is: ids for a list of two ids, numbers, or unused"
+            raise refuse(
+                table.name, f"a decimal comma in the column {shown(one.name)}: {shown(example)}", "a decimal point", cure
+            )
 
 
 def _looked_at(table: Table) -> list[_Found]:
@@ -267,6 +283,7 @@ def _questions(one: _Found) -> dict[str, str]:
             "brackets": "d IS NULL AND starts_with(t, '[') AND ends_with(t, ']')",
             **{separator: f"d IS NULL AND contains(t, '{separator}')" for separator in _SEPARATORS},
             "number_lists": f"d IS NULL AND regexp_full_match(t, '{number_list}')",
+            "decimal_commas": "d IS NULL AND contains(t, ',') AND regexp_full_match(t, '-?[0-9]+,[0-9]+')",
         }
         return {"distinct": present["distinct"]} | {what: f"count(*) FILTER ({test})" for what, test in tests.items()}
     if one.form in ("whole", "unsigned", "decimal"):

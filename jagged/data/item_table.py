@@ -172,7 +172,8 @@ def read_item_table(
         # It is read twice, which what gives its rows once is not.
         where, source = "items", source if isinstance(source, pa.Table) else pa.table(source)
     with open_table(source, progress=progress) as table:
-        schema, left_out = _features(infer(table), item_column, columns, where)
+        unread = [name for name in table.types if columns and name not in columns]
+        schema, left_out = _features(infer(table, told=unread), item_column, columns, where)
     dataset = Dataset.from_table(source, schema, on_error=on_error, progress=progress)
     key = schema.one(Kind.CANDIDATE)
     assert key is not None

@@ -253,6 +253,28 @@ def test_a_history_that_the_user_names_is_a_list_whatever_it_looks_like(tmp_path
     assert inferred(path, history=["last3"]) == {"item_id": "candidate", "last3": "ids of item_id ' '"}
 
 
+def test_decimal_commas_are_no_lists(tmp_path: Path) -> None:
+    """Unless the name, some of the values, or the user says so."""
+    place = tmp_path / "shop.csv"
+
+    def read(values: list[str], name: str = "price", **words: Any) -> Schema:
+        place.write_text("\n".join([f"item_id;{name};click", *(f"i{row};{value};{row % 2}" for row, value in enumerate(values))]))
+        with open_table(place, progress=False) as table:
+            return schema_for(table, **words)
+
+    with pytest.raises(DataError) as error:
+        read(["3,5", "12,25", "", "-1,5"])
+    assert str(error.value) == (
+        f"{place}: found a decimal comma in the column 'price': '-1,5', expected a decimal point; write it with a point, or say "
+        "what price is: ids for a list of two ids, numbers, or unused"
+    )
+    assert read(["3.5", "12.25"])["price"].kind is Kind.NUMBER
+    assert read(["3,5", "12,25"], "clicked_items")["clicked_items"].kind is Kind.IDS
+    assert read(["3,5", "12,25", "7,8,9"])["price"].kind is Kind.IDS
+    for word, kind in (("ids", Kind.IDS), ("numbers", Kind.NUMBERS), ("unused", Kind.UNUSED)):
+        assert read(["3,5", "12,25"], **{word: ["price"]})["price"].kind is kind
+
+
 def test_a_table_without_rows_says_nothing(tmp_path: Path) -> None:
     path = csv(tmp_path, "user_id,item_id\n")
     with open_table(path) as table, pytest.raises(DataError) as error:
