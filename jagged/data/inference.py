@@ -232,7 +232,7 @@ def events_schema_for(table: Table, schema: Schema | None, rows: Schema, words: 
 def _refuse_decimal_commas(table: Table, found: list[_Found], told: set[str]) -> None:
     """Refuse texts that are all two numbers with a comma between, unless the name or the user says that they are lists."""
     for one in found:
-        is_named = one.name in told or _LISTS_OF_IDS.search(one.plain) or _NUMBER_LISTS.search(one.plain)
+        is_named = one.name in told or _LISTS_OF_IDS.search(one.plain)
         if one["decimal_commas"] and one["decimal_commas"] == one["present"] and not is_named:
             column = identifier(one.name)
             ((example,),) = table.sql(f"SELECT min(trim({column})) FILTER (contains({column}, ',')) FROM {table.rows}")

@@ -268,6 +268,8 @@ def test_decimal_commas_are_no_lists(tmp_path: Path) -> None:
         f"{place}: found a decimal comma in the column 'price': '-1,5', expected a decimal point; write it with a point, or say "
         "what price is: ids for a list of two ids, numbers, or unused"
     )
+    with pytest.raises(DataError, match="a decimal comma in the column 'score'"):
+        read(["3,5"], "score")
     assert read(["3.5", "12.25"])["price"].kind is Kind.NUMBER
     assert read(["3,5", "12,25"], "clicked_items")["clicked_items"].kind is Kind.IDS
     assert read(["3,5", "12,25", "7,8,9"])["price"].kind is Kind.IDS

@@ -23,7 +23,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from jagged.models import DIN, DLRM, DLRMHSTU, DCNv2, MixtureModel, RankingModel, RequestModel, TaskOutput, WukongModel
 from jagged.modules import JaggedModule, ScheduledEmbeddingBagCollectionSharder
-from tests.models.shops import shop
+from tests.models.shops import COLUMNS, shop
 from tests.processes import fork
 
 PROCESSES, STEPS, RATE = 2, 8, 0.5
@@ -36,6 +36,8 @@ CASES: dict[str, dict[str, Any]] = {
     "mmoe": {"experts": "ple", "num_experts": 2, "expert_sizes": (6,)},
     "dlrm-hstu": {"layer_sizes": (12,), "conditional": {"buy": "click"}},
     "din": {"layer_sizes": (12,), "attention_sizes": (6, 4)},
+    # With lists of the candidates that share tables with the request's.
+    "shared lists": {"table_dims": {"item": 12, "tags": 4}, "cross_rank": 3},
 }
 CLASSES: dict[str, type[RequestModel]] = {
     "dlrm": DLRM, "dcnv2": DCNv2, "wukong": WukongModel, "mmoe": MixtureModel, "dlrm-hstu": DLRMHSTU, "din": DIN,
@@ -71,14 +73,14 @@ def model_of(root: Path, name: str) -> RequestModel:
 
 def prepare(root: Path) -> None:
     """Batches of each process and of both together, and weights to begin with. DuckDB has threads, so in a child."""
-    split = shop(beside=True, requests=90)
-    batches = []
-    for step in range(STEPS):
-        # Of other sizes in every process, and some without any history.
-        own = [range(8 * step, 8 * step + 3), range(8 * step + 3, 8 * step + 8)]
-        batches.append([split.train.gather(places) for places in (*own, range(8 * step, 8 * step + 8))])
-    torch.save(batches, root / "batches")
     for name, options in CASES.items():
+        split = shop(*(COLUMNS if name == "shared lists" else ()), beside=True, requests=90)
+        batches = []
+        for step in range(STEPS):
+            # Of other sizes in every process, and some without any history.
+            own = [range(8 * step, 8 * step + 3), range(8 * step + 3, 8 * step + 8)]
+            batches.append([split.train.gather(places) for places in (*own, range(8 * step, 8 * step + 8))])
+        torch.save(batches, root / f"{name}.batches")
         torch.manual_seed(0)
         sizes = {} if name in CLASSES else {"layer_sizes": (12, 6)}
         model = CLASSES.get(name, RankingModel).of(split, embedding_dim=8, **sizes, **options)
@@ -89,7 +91,7 @@ def prepare(root: Path) -> None:
 def alone(root: Path, name: str) -> None:
     model, losses = model_of(root, name), []
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for *_, batch in torch.load(root / "batches", weights_only=False):
+    for *_, batch in torch.load(root / f"{name}.batches", weights_only=False):
         optimizer.zero_grad()
         loss, scores = model(batch)
         loss.backward()
@@ -117,7 +119,7 @@ def together(root: Path, name: str) -> None:
     dmp = DistributedModelParallel(model, device=torch.device("cpu"), plan=ShardingPlan(plans), sharders=sharders)
     optimizer = torch.optim.SGD(dict(in_backward_optimizer_filter(dmp.named_parameters())).values(), lr=RATE)
     pipeline = TrainPipelineSparseDist(dmp, optimizer, torch.device("cpu"))
-    batches = iter([of[dist.get_rank()] for of in torch.load(root / "batches", weights_only=False)])
+    batches = iter([of[dist.get_rank()] for of in torch.load(root / f"{name}.batches", weights_only=False)])
     found = [pipeline.progress(batches) for _ in range(STEPS)]
     pipelined = sorted(module.forward.name for module in pipeline._pipelined_modules)
     torch.save(found, root / f"{name}.{dist.get_rank()}")

@@ -546,7 +546,7 @@ def test_under_autocast(splits: dict[str, Split], name: str) -> None:
     [
         *(
             pytest.param(name, marks=pytest.mark.long)
-            for name in ("everything", "everything by dots", "experts of tasks", "dlrm", "dlrm-hstu", "din")
+            for name in ("everything", "everything by dots", "experts of tasks", "dlrm", "dlrm-hstu", "din", "shared lists")
         ),
         *(
             "requests alone",
@@ -587,7 +587,7 @@ OF_NAMES = (
     "din",
     "din of lists and events",
 )
-SERVED = ("everything", "lists as histories", "requests alone", *OF_NAMES)
+SERVED = ("everything", "lists as histories", "requests alone", "shared lists", *OF_NAMES)
 
 
 @pytest.mark.parametrize("name", [name if name in SERVED else pytest.param(name, marks=pytest.mark.long) for name in VARIANTS])
@@ -754,7 +754,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("case", ["dcn", "dot", "dlrm", "dcnv2", "wukong", "mmoe", "dlrm-hstu", "din"])
+@pytest.mark.parametrize("case", ["dcn", "dot", "dlrm", "dcnv2", "wukong", "mmoe", "dlrm-hstu", "din", "shared lists"])
 def test_two_processes_of_torchrecs_pipeline_train_as_one_does(processes: dict[str, Any], case: str) -> None:
     """Tables in every way of sharding, requests and candidates of other numbers in each process."""
     found = processes[case]
