@@ -83,7 +83,7 @@ def test_the_page_says_what_evaluation_says(facts: RunFacts, run_directory: Path
     assert "Nothing leaks" in words
     for dotted, value in flat(facts.config.model_dump()).items():
         name = dotted.rpartition(".")[2]
-        assert f"{name} {'none' if value is None else str(value).lower() if isinstance(value, bool) else value}" in words
+        assert f"{name} {'none' if value in (None, []) else str(value).lower() if isinstance(value, bool) else value}" in words
 
 
 def _dataset(directory: Path) -> Any:

@@ -57,7 +57,8 @@ def test_batches_are_of_requests(table: list[slow.Row], history: bool, by: str) 
     assert {one.name for one in dataset.schema.columns if one.of == "candidate"} == of_candidate
     request_ids = {"user", "place", "kind", "items"} - of_candidate
     read = {SCHEMA[name].table_name for name in request_ids} | ({"item", "place", "kind"} if history else set())
-    shared = [name for name in ("item", "place", "kind") if name in of_candidate | {"item"} and name in read]
+    ids = ("item", "place", "kind", "items")
+    shared = [name for name in ids if name in of_candidate | {"item"} and SCHEMA[name].table_name in read]
     for part in (split.train, split.test):
         groups = grouped(dataset.source[part.rows].tolist(), table)
         chosen = np.random.default_rng(0).permutation(len(groups))
@@ -83,7 +84,14 @@ def test_batches_are_of_requests(table: list[slow.Row], history: bool, by: str) 
         keys = [name for name in ("user", "item", "place", "kind", "items") if name in (*request_ids, *shared)]
         assert batch.features.keys() == keys + (["history.item", "history.place", "history.kind"] if history else [])
         for name in keys:
-            if name in shared:
+            if name == "items" and name in shared:
+                # The lists of all candidates as one, which offsets cut again.
+                lists_ = [[[number(name, one) for one in listed(table[row][name])] for row in group] for group in groups]
+                assert told(batch.features, name) == [[one for list_ in of_group for one in list_] for of_group in lists_]
+                assert batch.candidate_list_offsets is not None
+                counts = batch.candidate_list_offsets[:, 0].diff().tolist()
+                assert counts == [len(list_) for of_group in lists_ for list_ in of_group]
+            elif name in shared:
                 assert told(batch.features, name) == [[number(name, table[row][name]) for row in group] for group in groups]
             else:
                 wanted = [
@@ -91,7 +99,8 @@ def test_batches_are_of_requests(table: list[slow.Row], history: bool, by: str) 
                     for row in first
                 ]
                 assert told(batch.features, name) == wanted
-        others = [name for name in ("item", "place", "kind", "items") if name in of_candidate | {"item"} and name not in shared]
+        assert (batch.candidate_list_offsets is not None) == ("items" in shared)
+        others = [name for name in ids if name in of_candidate | {"item"} and name not in shared]
         assert (batch.candidates is None) == (not others)
         if batch.candidates is not None:
             assert batch.candidates.keys() == others

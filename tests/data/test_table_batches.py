@@ -19,7 +19,7 @@ from jagged.data.table_batches import Part
 from jagged.models import RankingInputs
 from jagged.training.shares import digest
 from tests.data.points import EXAMPLE, made
-from tests.models.shops import COLUMNS, shop
+from tests.models.shops import SHARED, shop
 
 ROOT = Path(__file__).parents[2]
 
@@ -167,7 +167,7 @@ def test_a_part_goes_to_a_worker_and_to_other_devices_and_tells_its_batches_apar
 def test_lists_of_candidates_whose_table_is_read_by_others_stand_beside_them() -> None:
     """Those of a request are one list of ids, which offsets cut again; so with drawn requests, workers and other devices."""
     split = shop("request", "user", "item", "time", "click", "liked", "tags", "similar", "styles", "genres", history="events")
-    part, columns = split.train, {name: COLUMNS[name].table_name for name in ("similar", "styles")}
+    part, columns = split.train, {name: one.table_name for name, one in SHARED.items()}
     table = pa.table(split.train.dataset)
     whole = part.gather(range(len(part)))
     assert whole.features.keys()[:7] == ["user", "item", "liked", "tags", "similar", "styles", "history.item"]

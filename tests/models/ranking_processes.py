@@ -23,7 +23,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from jagged.models import DIN, DLRM, DLRMHSTU, DCNv2, MixtureModel, RankingModel, RequestModel, TaskOutput, WukongModel
 from jagged.modules import JaggedModule, ScheduledEmbeddingBagCollectionSharder
-from tests.models.shops import COLUMNS, shop
+from tests.models.shops import COLUMNS, SHARED, shop
 from tests.processes import fork
 
 PROCESSES, STEPS, RATE = 2, 8, 0.5
@@ -74,7 +74,7 @@ def model_of(root: Path, name: str) -> RequestModel:
 def prepare(root: Path) -> None:
     """Batches of each process and of both together, and weights to begin with. DuckDB has threads, so in a child."""
     for name, options in CASES.items():
-        split = shop(*(COLUMNS if name == "shared lists" else ()), beside=True, requests=90)
+        split = shop(*((*COLUMNS, *SHARED) if name == "shared lists" else ()), beside=True, requests=90)
         batches = []
         for step in range(STEPS):
             # Of other sizes in every process, and some without any history.

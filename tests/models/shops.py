@@ -35,12 +35,16 @@ COLUMNS = {
         Column("sizes", Kind.NUMBERS, of="candidate"),
         Column("click", Kind.LABEL),
         Column("buy", Kind.LABEL),
+    )
+}
+#: Lists of the candidates that share a table with the request's ids and histories, where they are named.
+SHARED = {
+    one.name: one
+    for one in (
         Column("similar", Kind.IDS, table="item", of="candidate"),
         Column("styles", Kind.IDS, table="tags", of="candidate"),
     )
 }
-#: Lists of the candidates that share a table with the request's ids and histories, where they are named.
-SHARED = ("similar", "styles")
 OF_EVENTS = Schema(
     (
         Column("user", Kind.USER),
@@ -67,7 +71,7 @@ def rows(seed: int = 0, requests: int = 60, most: int = 6) -> dict[str, list[Any
     def odd(value: Any, share: float = 0.1) -> Any:
         return None if rng.random() < share else value
 
-    found: dict[str, list[Any]] = {name: [] for name in COLUMNS}
+    found: dict[str, list[Any]] = {name: [] for name in (*COLUMNS, *SHARED)}
     for request in range(requests):
         user = int(rng.integers(12))
         interests, moods = some("n"), [odd(float(x)) for x in rng.normal(size=rng.integers(3))]
@@ -113,12 +117,13 @@ def events(seed: int = 0, count: int = 150) -> pa.Table:
 
 def shop(*names: str, seed: int = 0, requests: int = 60, beside: bool = False, **options: Any) -> Split:
     """The split of a table of some columns, in the schema's order; `beside` with a table of events, else `history=` says."""
-    chosen = [name for name in COLUMNS if (name in names if names else name not in SHARED)]
+    columns = {**COLUMNS, **SHARED}
+    chosen = [name for name in columns if name in names] if names else list(COLUMNS)
     table = {name: values for name, values in rows(seed, requests).items() if name in chosen}
     types = {"age": pa.float64(), "price": pa.float64(), "moods": pa.list_(pa.float64()), "sizes": pa.list_(pa.float64())}
     arrow = pa.table({name: pa.array(values, types.get(name)) for name, values in table.items()})
     if beside:
         options |= {"events": events(seed), "event_schema": OF_EVENTS, "event_lists": ["topics"], "event_labels": ["stars"]}
-    schema = Schema(tuple(COLUMNS[name] for name in chosen))
+    schema = Schema(tuple(columns[name] for name in chosen))
     dataset = Dataset.from_table(arrow, schema, duplicates="keep", progress=False, **options)
     return dataset.split(by="time" if "time" in chosen else "user", valid=0.1, test=0.1)

@@ -37,8 +37,8 @@ def batch_of(lengths: list[int], seed: int, with_times: bool = False) -> Sequenc
     total = sum(lengths)
     items = torch.randint(NUM_ITEMS, (total,), generator=draw)
     targets = torch.randint(NUM_ITEMS, (total,), generator=draw)
-    times = torch.randint(2**40, (total,), generator=draw) if with_times else None
-    return SequenceBatch(features_of(items, sizes, times), targets, torch.arange(len(lengths)), num_items=NUM_ITEMS)
+    others = {"timestamp": torch.randint(2**40, (total,), generator=draw)} if with_times else {}
+    return SequenceBatch(features_of(items, sizes, others), targets, torch.arange(len(lengths)), num_items=NUM_ITEMS)
 
 
 @given(

@@ -83,7 +83,7 @@ def test_recommendations_are_of_the_models_own_hidden_states(trained: Path, data
     # Items of held-out events alone are none of the model's.
     rows, items = rows[items >= 0][-12:], items[items >= 0][-12:]
     times = dataset.timestamps[rows]  # type: ignore[index]
-    hidden = model.final_hidden(features_of(items, torch.tensor([len(items)]), times))
+    hidden = model.final_hidden(features_of(items, torch.tensor([len(items)]), {"timestamp": times}))
     best = int((hidden @ model.item_weight.T).argmax())
     user = dataset.users.ids[3].as_py()
     table = Recommender.from_pretrained(trained, device="cpu").recommend([user], k=1, filter_viewed=False)
