@@ -232,7 +232,10 @@ class Intake:
             self._note_units(values, item_place)
         if self.columns.timestamp is not None:
             columns.append(pa.array(values if values is not None else [], pa.int64()))
-        columns += [self._feature(block.rows.column(name), place) for name in self.columns.features]
+        for name in self.columns.features:
+            feature, blanks = self._feature(block.rows.column(name), place)
+            columns.append(feature)
+            trimmed += blanks
         if bounds is not None:
             columns[1:] = [pa.LargeListArray.from_arrays(bounds, column) for column in columns[1:]]
         if "begins" in self.schema.names:
@@ -240,14 +243,17 @@ class Intake:
         self.trimmed += trimmed
         return Block(pa.record_batch(columns, schema=self.schema), block.numbers, block.file, block.unit)
 
-    def _feature(self, values: pa.Array, place: Callable[[int], str]) -> pa.Array:
-        """A side feature as ids, null where it is missing or an empty text; truth values are the words that csv has for them."""
-        values = _decoded(values)
+    def _feature(self, values: pa.Array, place: Callable[[int], str]) -> tuple[pa.Array, int]:
+        """A side feature as ids, and how many had blanks around them.
+
+        It is null where it is missing or an empty text. Truth values are the words that csv has for them.
+        """
+        values, trimmed = _decoded(values), 0
         if pa.types.is_boolean(values.type):
             values = pc.if_else(values, "true", "false").cast(pa.large_string())
         if self.source.format == "csv":
             plain = pc.utf8_trim(values, characters=" ")
-            self.trimmed += pc.sum(pc.not_equal(plain, values)).as_py() or 0
+            trimmed = pc.sum(pc.not_equal(plain, values)).as_py() or 0
             lower = pc.utf8_lower(plain)
             values = pc.if_else(pc.is_in(lower, pa.array(["true", "false"], lower.type)), lower, plain)
         if _is_text(values.type):
@@ -256,7 +262,7 @@ class Intake:
         there = values.is_valid()
         at_row = np.flatnonzero(there.to_numpy(zero_copy_only=False))
         checked = _checked_ids(values.drop_null(), "side feature", lambda row: place(int(at_row[row])))
-        return pc.replace_with_mask(pa.nulls(len(values), checked.type), there, checked)
+        return pc.replace_with_mask(pa.nulls(len(values), checked.type), there, checked), trimmed
 
     def _note_units(self, values: IntArray, place: Callable[[int], str]) -> None:
         if self.time_kind != "number" or (len(self._units) > 1 and "" in self._units):

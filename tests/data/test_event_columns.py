@@ -58,8 +58,10 @@ def test_an_empty_text_is_a_missing_value(path: Path) -> None:
     """In any table; one name may stand alone."""
     source = pa.table({"user_id": ["a", "a"], "item_id": ["x", "y"], "timestamp": [1, 2], "action": ["", "view"]})
     assert told(read_events(source, event_columns="action", progress=False), "action") == [None, "view"]
-    # Blanks around a value were trimmed.
+    # Blanks around a value were trimmed; of rows that are read again around a bad one they count once.
     assert read(path, ("action",)).notes["trimmed_ids"] == 1
+    path.write_text(TABLE + "".join(f"c,x,{time}, view ,7,true\n" for time in range(300)) + "c,x,400,view,\x01,true\n")
+    assert read(path, on_error="skip").notes["trimmed_ids"] == 301
 
 
 def test_any_table_says_the_same(path: Path, tmp_path: Path) -> None:
