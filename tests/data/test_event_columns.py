@@ -60,7 +60,7 @@ def test_an_empty_text_is_a_missing_value(path: Path) -> None:
     assert told(read_events(source, event_columns="action", progress=False), "action") == [None, "view"]
     # Blanks around a value were trimmed; of rows that are read again around a bad one they count once.
     assert read(path, ("action",)).notes["trimmed_ids"] == 1
-    path.write_text(TABLE + "".join(f"c,x,{time}, view ,7,true\n" for time in range(300)) + "c,x,400,view,\x01,true\n")
+    path.write_text(TABLE + "".join(f"c,x,{time}, view ,7,true\n" for time in range(300)) + f"c,x,400,view,{'7' * 2_000},true\n")
     assert read(path, on_error="skip").notes["trimmed_ids"] == 301
 
 
