@@ -18,50 +18,11 @@ BEGUN = time.perf_counter()
 
 import torch  # noqa: E402
 import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
-from jagged.ops._shared.device import dot  # noqa: E402
+from jagged.ops.grouped_linear.kernels import grouped_linear_kernel  # noqa: E402
 
 SHARED = 232448
-
-
-@triton.jit(do_not_specialize=["row_blocks"])
-def sweep_kernel(
-    x, weight, bias, output, row_blocks, num_groups, OUT: tl.constexpr, IN: tl.constexpr, RELU: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HALVES: tl.constexpr, PRECISION: tl.constexpr,
-    NUM_STAGES: tl.constexpr, FLATTEN: tl.constexpr, BAND: tl.constexpr,
-):  # fmt: skip
-    COLUMN_BLOCKS: tl.constexpr = OUT // BLOCK_N
-    tiles_of_group = row_blocks * COLUMN_BLOCKS
-    for tile in tl.range(
-        tl.program_id(0),
-        num_groups * tiles_of_group,
-        tl.num_programs(0),
-        flatten=FLATTEN,
-        num_stages=NUM_STAGES if FLATTEN else 1,
-    ):
-        group = tile // tiles_of_group
-        of_group = tile % tiles_of_group
-        band = of_group // (BAND * COLUMN_BLOCKS)
-        height = tl.minimum(row_blocks - band * BAND, BAND)
-        within = of_group % (BAND * COLUMN_BLOCKS)
-        row, column = (band * BAND + within % height) * BLOCK_M, group * OUT + within // height * BLOCK_N
-        result = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for inner in tl.range(0, IN, BLOCK_K, num_stages=None if FLATTEN else NUM_STAGES):
-            left = x.load([row, group * IN + inner])
-            right = weight.load([column, inner])
-            result = dot(left, tl.trans(right), result, PRECISION)
-        if bias is not None:
-            result += tl.load(bias + column + tl.arange(0, BLOCK_N)).to(tl.float32)[None, :]
-        if RELU:
-            result = tl.where(result < 0, 0.0, result)
-        if HALVES:
-            first, second = tl.split(tl.permute(tl.reshape(result, [BLOCK_M, 2, BLOCK_N // 2]), [0, 2, 1]))
-            output.store([row, column], first.to(output.dtype))
-            output.store([row, column + BLOCK_N // 2], second.to(output.dtype))
-        else:
-            output.store([row, column], result.to(output.dtype))
 
 
 class Tile(NamedTuple):
@@ -71,29 +32,22 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     halves: bool
-    flatten: bool
     programs: tuple  # at once on a multiprocessor; 0: a program for each tile
-    band: int = 8
 
 
 TILES = [
-    Tile(128, 256, 128, 8, 3, False, True, (1,)),
-    Tile(128, 256, 128, 8, 2, False, True, (1,)),
-    Tile(128, 256, 128, 8, 3, True, True, (1,)),
-    Tile(128, 256, 128, 8, 4, True, True, (1,)),
-    Tile(128, 256, 128, 8, 3, True, True, (1,), 4),
-    Tile(128, 256, 128, 8, 3, True, True, (1,), 16),
-    Tile(128, 256, 128, 8, 4, False, False, (1, 0)),
-    Tile(128, 256, 128, 8, 3, True, False, (1, 0)),
-    Tile(256, 128, 128, 8, 3, True, True, (1,)),
-    Tile(256, 128, 128, 8, 4, True, True, (1,)),
-    Tile(128, 128, 128, 8, 4, False, True, (1, 2)),
-    Tile(128, 128, 128, 8, 3, True, True, (2,)),
-    Tile(128, 128, 128, 8, 2, True, True, (2,)),
-    Tile(128, 128, 128, 4, 3, True, True, (2,)),
-    Tile(128, 128, 128, 4, 2, True, True, (2,)),
-    Tile(128, 128, 128, 8, 3, False, False, (2, 0)),
-    Tile(64, 128, 128, 4, 3, False, True, (2, 3)),
+    Tile(128, 256, 128, 8, 3, False, (1,)),
+    Tile(128, 256, 128, 8, 2, False, (1,)),
+    Tile(128, 256, 128, 8, 3, True, (1,)),
+    Tile(128, 256, 128, 8, 4, True, (1,)),
+    Tile(256, 128, 128, 8, 3, True, (1,)),
+    Tile(256, 128, 128, 8, 4, True, (1,)),
+    Tile(128, 128, 128, 8, 4, False, (1, 2)),
+    Tile(128, 128, 128, 8, 3, True, (2,)),
+    Tile(128, 128, 128, 8, 2, True, (2,)),
+    Tile(128, 128, 128, 4, 3, True, (2,)),
+    Tile(128, 128, 128, 4, 2, True, (2,)),
+    Tile(64, 128, 128, 4, 3, False, (2, 3)),
 ]
 
 
@@ -132,8 +86,8 @@ def arguments(tile, case, x, weight, bias, output):
     ]
     named = {
         "OUT": case.out, "IN": case.width, "RELU": True, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": inner,
-        "HALVES": tile.halves, "PRECISION": "tf32" if size == 4 else "ieee", "NUM_STAGES": tile.stages, "FLATTEN": tile.flatten,
-        "BAND": tile.band, "num_warps": tile.warps,
+        "HALVES": tile.halves, "PRECISION": "tf32" if size == 4 else "ieee", "NUM_STAGES": tile.stages,
+        "num_warps": tile.warps,
     }  # fmt: skip
     return given, named
 
@@ -172,7 +126,7 @@ def compile_one(job):
     bias, output = torch.empty(case.groups * case.out, dtype=dtype), torch.empty(tile.m, case.groups * case.out, dtype=dtype)
     given, named = arguments(tile, case, x, weight, bias, output)
     try:
-        compiled = sweep_kernel.warmup(*given, grid=(1,), **named)
+        compiled = grouped_linear_kernel.warmup(*given, grid=(1,), **named)
         compiled = compiled.result() if hasattr(compiled, "result") else compiled
         shared = compiled.metadata.shared
         return job, (None if shared <= SHARED else f"{shared} bytes of shared memory"), shared
@@ -230,17 +184,15 @@ def sweep(options, failed):
                 grid = (min(tiles, programs * multiprocessors) if programs else tiles,)
                 output.fill_(float("nan"))
                 try:
-                    sweep_kernel[grid](*given, **named)
+                    grouped_linear_kernel[grid](*given, **named)
                     error = float((output[some].float() - expected).abs().max() / expected.max())
-                    us = replay_us(lambda: sweep_kernel[grid](*given, **named))["median"]  # noqa: B023
+                    us = replay_us(lambda: grouped_linear_kernel[grid](*given, **named))["median"]  # noqa: B023
                 except Exception as problem:
                     print("failed:", case, tile, f"{type(problem).__name__}: {str(problem)[:200]}", flush=True)
                     continue
                 wrong = "" if error < 0.02 else f"  WRONG by {error:.3g}"
                 name = f"{tile.m}x{tile.n}x{tile.k // x.element_size()} w{tile.warps} s{tile.stages}"
-                name += (
-                    f"{' halves' if tile.halves else ''}{'' if tile.flatten else ' nested'} p{programs} band{tile.band}{wrong}"
-                )
+                name += f"{' halves' if tile.halves else ''} p{programs}{wrong}"
                 found.append((name, tile, us))
         bytes_us = (x.numel() + weight.numel() + output.numel()) * x.element_size() / 4.2e6
         limit = 394 if case.dtype == "tf32" else 787

@@ -191,3 +191,26 @@ def test_lists_of_candidates_whose_table_is_read_by_others_stand_beside_them() -
     assert without.candidate_list_offsets is None
     # A table of lists alone makes no history of the request's lists.
     assert RankingInputs.of(part).list_histories == {"liked": "item"}
+
+
+def test_drawn_candidates_have_their_lists_wherever_these_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same of each candidate, by words, in a table that the request reads, too, as in one of their own."""
+
+    def lists_of(*, shared: bool) -> tuple[list[list[str]], list[int]]:
+        if not shared:
+            monkeypatch.setitem(SHARED, "styles", dataclasses.replace(SHARED["styles"], table=None))
+        part = shop("user", "item", "time", "tags", "styles", history="events").train
+        (batch,) = part.loader(batch_size=len(part), negatives=3, seed=1, progress=False)
+        assert (batch.candidate_list_offsets is not None) == shared
+        if shared:
+            values, counts = batch.features["styles"].values(), batch.candidate_list_offsets[:, 0].diff()
+        else:
+            values, counts = batch.candidates["styles"].values(), batch.candidates["styles"].lengths()
+        words = part.encoders["tags" if shared else "styles"].ids.ids.to_pylist()
+        told = [[words[number - 2] for number in ids.tolist()] for ids in values.split(counts.tolist())]
+        return told, batch.candidate_ids("item").tolist()
+
+    together, alone = lists_of(shared=True), lists_of(shared=False)
+    assert len(together[0]) > 100
+    assert any(together[0])
+    assert together == alone

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchrec.fx import Tracer
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor
@@ -692,6 +693,19 @@ def test_scores_are_served_from_a_compiled_package(splits: dict[str, Split], nam
         found, expected = served(scoring_tensors(model, batch)), model.eval().logits(batch)
         for task, of in expected.items():
             torch.testing.assert_close(found[task], of, rtol=1e-4, atol=1e-5)
+
+
+def test_checkpointing_computes_the_same_again(splits: dict[str, Split]) -> None:
+    """Loss and all gradients, with lists of candidates in shared tables, and dropout."""
+    split, model = of_variant(splits, "shared lists", dropout=0.3)
+    batch, found = split.train.gather(range(9)), []
+    for is_checkpointed in (False, True):
+        torch.manual_seed(1)
+        loss = checkpoint(lambda of: model(of).loss, batch, use_reentrant=False) if is_checkpointed else model(batch).loss
+        found.append({"loss": loss.detach(), **gradients(loss, model)})
+    assert len(found[0]) > 10
+    for name, of in found[0].items():
+        assert torch.equal(of, found[1][name]), name
 
 
 @every_variant
