@@ -31,23 +31,18 @@ class Tile(NamedTuple):
     k: int  # in bytes
     warps: int
     stages: int
-    halves: bool
     programs: tuple  # at once on a multiprocessor; 0: a program for each tile
 
 
 TILES = [
-    Tile(128, 256, 128, 8, 3, False, (1,)),
-    Tile(128, 256, 128, 8, 2, False, (1,)),
-    Tile(128, 256, 128, 8, 3, True, (1,)),
-    Tile(128, 256, 128, 8, 4, True, (1,)),
-    Tile(256, 128, 128, 8, 3, True, (1,)),
-    Tile(256, 128, 128, 8, 4, True, (1,)),
-    Tile(128, 128, 128, 8, 4, False, (1, 2)),
-    Tile(128, 128, 128, 8, 3, True, (2,)),
-    Tile(128, 128, 128, 8, 2, True, (2,)),
-    Tile(128, 128, 128, 4, 3, True, (2,)),
-    Tile(128, 128, 128, 4, 2, True, (2,)),
-    Tile(64, 128, 128, 4, 3, False, (2, 3)),
+    Tile(256, 128, 128, 8, 3, (1,)),
+    Tile(128, 256, 128, 8, 3, (1,)),
+    Tile(128, 256, 128, 8, 4, (1,)),
+    Tile(128, 128, 128, 8, 3, (2,)),
+    Tile(128, 128, 128, 4, 2, (2,)),
+    Tile(128, 128, 128, 4, 3, (2,)),
+    Tile(128, 64, 128, 4, 3, (2, 3)),
+    Tile(64, 128, 128, 4, 3, (2, 3)),
 ]
 
 
@@ -80,14 +75,13 @@ def arguments(tile, case, x, weight, bias, output):
         described(x, tile.m, inner),
         described(weight, tile.n, inner),
         bias,
-        described(output, tile.m, tile.n // 2 if tile.halves else tile.n),
+        described(output, tile.m, tile.n // 2),
         triton.cdiv(x.shape[0], tile.m),
         case.groups,
     ]
     named = {
         "OUT": case.out, "IN": case.width, "RELU": True, "BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": inner,
-        "HALVES": tile.halves, "PRECISION": "tf32" if size == 4 else "ieee", "NUM_STAGES": tile.stages,
-        "num_warps": tile.warps,
+        "NUM_STAGES": tile.stages, "num_warps": tile.warps,
     }  # fmt: skip
     return given, named
 
@@ -192,7 +186,7 @@ def sweep(options, failed):
                     continue
                 wrong = "" if error < 0.02 else f"  WRONG by {error:.3g}"
                 name = f"{tile.m}x{tile.n}x{tile.k // x.element_size()} w{tile.warps} s{tile.stages}"
-                name += f"{' halves' if tile.halves else ''} p{programs}{wrong}"
+                name += f" p{programs}{wrong}"
                 found.append((name, tile, us))
         bytes_us = (x.numel() + weight.numel() + output.numel()) * x.element_size() / 4.2e6
         limit = 394 if case.dtype == "tf32" else 787
@@ -205,16 +199,26 @@ def sweep(options, failed):
     return results
 
 
+def every(grad, x):
+    """Blocks of a group with itself, of one product of all columns with all columns."""
+    (rows, groups, out), width = grad.shape, x.shape[2]
+    product = grad.view(rows, -1).T @ x.view(rows, -1)
+    return product.view(groups, out, groups, width).diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+
+
 def gradients(options):
-    """Gradients of weights, a batched product beside a product for each group; gradients of rows, by how the weight lies."""
+    """Gradients of weights by four ways; gradients of rows, by how the weight lies."""
     from benchmarks.common import replay_us
 
-    print("\ngradients of weights [G, out, in]: bmm, one mm a group, 32 parts of the rows and their sum;")
+    print("\ngradients of weights [G, out, in]: bmm, one mm a group, 32 parts of the rows and their sum, one mm of all;")
     print("of rows: weight as it lies, then along what is summed")
     results = []
     shapes = [
         (2, 64, 128),
         (2, 64, 512),
+        (2, 128, 512),
+        (3, 64, 256),
+        (16, 32, 32),
         (2, 1, 64),
         (4, 64, 128),
         (8, 128, 256),
@@ -239,11 +243,13 @@ def gradients(options):
                     for g in range(groups)  # noqa: B023
                 ]
             ),
-            "rows": lambda: torch.bmm(grad.transpose(0, 1), weight, out=place),  # noqa: B023
-            "rows_turned": lambda: torch.bmm(grad.transpose(0, 1), turned, out=place),  # noqa: B023
+            "all": lambda: every(grad, x),  # noqa: B023
+            "of_rows": lambda: torch.bmm(grad.transpose(0, 1), weight, out=place),  # noqa: B023
+            "of_rows_turned": lambda: torch.bmm(grad.transpose(0, 1), turned, out=place),  # noqa: B023
             "turning": lambda: weight.transpose(1, 2).contiguous(),  # noqa: B023
         }
         row = {"dtype": dtype, "rows": rows, "groups": groups, "out": out, "in": width}
+        ways = {name: way for name, way in ways.items() if name != "all" or groups * out * width <= 2**20}
         row |= {name: round(replay_us(way)["median"], 1) for name, way in ways.items()}
         print(" ", row, flush=True)
         results.append(row)

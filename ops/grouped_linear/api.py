@@ -21,8 +21,8 @@ def grouped_linear(
     """Linear layers of groups, each with weights of its own, as one product: `activation(W_g x_ng + b_g)`.
 
     Experts, the towers of tasks and tokens are such groups. On GPUs of compute capability 9.0 and up, in 16 bits and with widths
-    that are multiples of 16, bias and ReLU are part of the product's kernel; other products are PyTorch's. Under `torch.autocast`
-    all are cast to its dtype.
+    that are multiples of 16, bias and ReLU are part of the product's kernel; products alone and others are PyTorch's. Under
+    `torch.autocast` all are cast to its dtype.
 
     Args:
         x: `[N, in]`, which all groups read, or `[N, G, in]`, float32, bfloat16, float16 or float64.

@@ -1,8 +1,8 @@
 """Tiles of layers and mixtures of groups. Nothing else decides how they are launched.
 
-Layers compile without a spill for compute capabilities 9.0 and 10.0, mixtures for 8.0, too. Layers' tiles are those that were the
-fastest of six on an H200, of 65,536 rows in bfloat16; one kernel takes 128 x 256 or 128 x 128 of them. Those of float32 are the
-same tiles with as many bytes a step, and have not been measured.
+Layers compile without a spill for compute capabilities 9.0 and 10.0, mixtures for 8.0, too. The tile of layers was the fastest of
+twelve in bfloat16 on an H200, or within 3 % of it, at 4,096 and 65,536 rows of 256, 512 and 1,024 columns, shared and of groups
+(`benchmarks/grouped_linear_tiles.py`).
 """
 
 from __future__ import annotations
@@ -24,31 +24,19 @@ class Configuration(NamedTuple):
     rows: int
     columns: int
     inner: int
-    num_warps: int
-    num_stages: int
-    programs: int
-    # Whether a tile is written in two halves of its columns.
-    halves: bool = False
+    num_warps: int = 4
+    num_stages: int = 3
+    programs: int = 2
 
 
-def linear_configuration(in_features: int, out_features: int, itemsize: int, capability: int) -> Configuration | None:
-    """Choose for `[N, in] x [out, in]` of each group, of 2 or 4 bytes a number; None where no tile divides both widths.
+def linear_configuration(in_features: int, out_features: int) -> Configuration | None:
+    """Choose for `[N, in] x [out, in]` of each group, in 16 bits; None where no tile divides both widths.
 
     A tile of columns is of one group, and no tile reads over the end of a group's rows.
     """
     if in_features % 16 or out_features % 16:
         return None
-    inner = _divisor(in_features, 128 // itemsize)
-    is_wide, columns = out_features % 256 == 0 and out_features >= 512, _divisor(out_features, 128)
-    if itemsize == 4:
-        # Three steps of a wide tile and all of it in float32 are more than the shared memory of a multiprocessor. For capability
-        # 10.0 Triton 3.7 gives each half shared memory of its own, so that there two steps are left.
-        if is_wide:
-            return Configuration(128, 256, inner, 8, 3 if capability == 9 else 2, 1, halves=True)
-        return Configuration(128, columns, inner, 8 if columns == 128 else 4, 4, 1 if columns == 128 else 2)
-    if is_wide:
-        return Configuration(128, 256, inner, 8, 3, 1)
-    return Configuration(128, columns, inner, 8 if columns == 128 else 4, 4, 2)
+    return Configuration(128, _divisor(out_features, 128), _divisor(in_features, 64))
 
 
 def mix_tile(width: int) -> tuple[int, int] | None:

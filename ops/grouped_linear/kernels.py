@@ -23,14 +23,13 @@ def place_of(tile, row_blocks, column_blocks):
 @triton.jit(do_not_specialize=["row_blocks"])
 def grouped_linear_kernel(
     x, weight, bias, output, row_blocks, num_groups, OUT: tl.constexpr, IN: tl.constexpr, RELU: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, HALVES: tl.constexpr, PRECISION: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """output[n, g] = relu(weight[g] @ x[n, g] + bias[g]), in tiles of `BLOCK_M` rows and `BLOCK_N` columns of a group.
 
     Descriptors have x as `[N, G * IN]`, weight as `[G * OUT, IN]` and output as `[N, G * OUT]`; rows past the end are zeros, and
-    are not written. While a tile is written, the products of the next begin. With `HALVES` its two halves are written one after
-    the other, from half the shared memory.
+    are not written. While a tile is written, the products of the next begin. Its two halves are written one after the other, from
+    half the shared memory.
     """
     COLUMN_BLOCKS: tl.constexpr = OUT // BLOCK_N
     tiles_of_group = row_blocks * COLUMN_BLOCKS
@@ -42,18 +41,15 @@ def grouped_linear_kernel(
         for inner in range(0, IN, BLOCK_K):
             left = x.load([row, group * IN + inner])
             right = weight.load([column, inner])
-            result = dot(left, tl.trans(right), result, PRECISION)
+            result = dot(left, tl.trans(right), result, "ieee")
         if bias is not None:
             result += tl.load(bias + column + tl.arange(0, BLOCK_N)).to(tl.float32)[None, :]
         if RELU:
             # As torch's: NaN stays.
             result = tl.where(result < 0, 0.0, result)
-        if HALVES:
-            first, second = tl.split(tl.permute(tl.reshape(result, [BLOCK_M, 2, BLOCK_N // 2]), [0, 2, 1]))
-            output.store([row, column], first.to(output.dtype))
-            output.store([row, column + BLOCK_N // 2], second.to(output.dtype))
-        else:
-            output.store([row, column], result.to(output.dtype))
+        first, second = tl.split(tl.permute(tl.reshape(result, [BLOCK_M, 2, BLOCK_N // 2]), [0, 2, 1]))
+        output.store([row, column], first.to(output.dtype))
+        output.store([row, column + BLOCK_N // 2], second.to(output.dtype))
 
 
 @triton.jit(do_not_specialize=["num_rows", "rows_of_part"])

@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from jagged.ops._shared.launch import Launcher
-from jagged.ops._shared.matrices import gpu, products_of, split
+from jagged.ops._shared.matrices import gpu, split
 from jagged.ops._shared.sizes import cdiv, next_power_of_2
 from jagged.ops.grouped_linear import torch_impl
 from jagged.ops.grouped_linear.configurations import (
@@ -28,16 +28,17 @@ _launch_relu_gradient = Launcher(grouped_relu_gradient_kernel)
 def grouped_linear(x: Inputs, o: Options) -> Outputs:
     """Launch `grouped_linear_kernel`.
 
-    Exact products in float32, of widths that no tile divides, and on GPUs that load no tiles by themselves are the library's.
+    Products alone, float32, widths that no tile divides, and GPUs that load no tiles by themselves are the library's: the kernel
+    is there for the bias and the ReLU, which are passes of their own otherwise.
     """
     rows, weight, bias = x
     num_groups, out_features, in_features = weight.shape
     if rows.dim() == 2:
         # All groups' columns are those of one layer.
         num_groups, out_features = 1, num_groups * out_features
-    chosen, precision, (multiprocessors, capability, _) = None, products_of(rows.dtype), gpu(rows.device)
-    if capability >= LEAST_CAPABILITY and (rows.dtype.itemsize == 2 or _is_tf32(weight, precision)):
-        chosen = linear_configuration(in_features, out_features, rows.dtype.itemsize, capability)
+    chosen, (multiprocessors, capability, _) = None, gpu(rows.device)
+    if (bias is not None or o.relu) and rows.dtype.itemsize == 2 and capability >= LEAST_CAPABILITY:
+        chosen = linear_configuration(in_features, out_features)
     if chosen is None or not rows.shape[0] or not weight.numel():
         return torch_impl.grouped_linear(x, o)
     output = rows.new_empty(rows.shape[0], *weight.shape[:2])
@@ -49,9 +50,9 @@ def grouped_linear(x: Inputs, o: Options) -> Outputs:
         _descriptor(read, chosen.rows, chosen.inner),
         _descriptor(_aligned(weight.contiguous().view(-1, in_features)), chosen.columns, chosen.inner),
         None if bias is None else bias.contiguous(),
-        _descriptor(output.view(output.shape[0], -1), chosen.rows, chosen.columns // (2 if chosen.halves else 1)),
+        _descriptor(output.view(output.shape[0], -1), chosen.rows, chosen.columns // 2),
         row_blocks, num_groups, OUT=out_features, IN=in_features, RELU=o.relu, BLOCK_M=chosen.rows, BLOCK_N=chosen.columns,
-        BLOCK_K=chosen.inner, HALVES=chosen.halves, PRECISION=precision, NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
+        BLOCK_K=chosen.inner, NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
     )  # fmt: skip
     return Outputs(output)
 
@@ -72,15 +73,6 @@ def relu_gradient(x: Slopes, o: NoOptions) -> Before:
         BLOCK_N=columns, num_warps=RELU_WARPS,
     )  # fmt: skip
     return Before(before, parts.sum(0).to(grad.dtype))
-
-
-def _is_tf32(weight: Tensor, precision: str) -> bool:
-    """Return whether the kernel takes a float32 product: a matrix instruction of TF32 has both factors along what is summed over.
-
-    In the gradient of rows the weight lies the other way. There is no bias and no ReLU to save a pass for, and the library takes
-    it as it lies, without a copy.
-    """
-    return precision == "tf32" and weight.stride(2) == 1
 
 
 def _aligned(matrix: Tensor) -> Tensor:

@@ -27,39 +27,35 @@ SHARED_BYTES = 227 * 1024
 def compile_linear(arch: int, dtype: str, width: int, out: int, relu: bool) -> Resources:
     from jagged.ops.grouped_linear.kernels import grouped_linear_kernel
 
-    chosen = linear_configuration(width, out, 4 if dtype == "fp32" else 2, arch // 10)
+    chosen = linear_configuration(width, out)
     assert chosen is not None
     blocks = {
         "x": (chosen.rows, chosen.inner),
         "weight": (chosen.columns, chosen.inner),
-        "output": (chosen.rows, chosen.columns // 2 if chosen.halves else chosen.columns),
+        "output": (chosen.rows, chosen.columns // 2),
     }
     signature = {name: f"tensordesc<{dtype}[{rows}, {columns}]>" for name, (rows, columns) in blocks.items()}
     signature |= {"bias": f"*{dtype}", "row_blocks": "i32", "num_groups": "i32"}
     constants = {
         "OUT": out, "IN": width, "RELU": relu, "BLOCK_M": chosen.rows, "BLOCK_N": chosen.columns, "BLOCK_K": chosen.inner,
-        "HALVES": chosen.halves, "PRECISION": "tf32" if dtype == "fp32" else "ieee", "NUM_STAGES": chosen.num_stages,
+        "NUM_STAGES": chosen.num_stages,
     }  # fmt: skip
     return compile_kernel(grouped_linear_kernel, signature, constants, arch=arch, num_warps=chosen.num_warps)
 
 
 @pytest.mark.parametrize(("width", "out"), [(16, 16), (48, 32), (256, 128), (256, 256), (1024, 512), (64, 192)])
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("arch", [arch for arch in TARGETS if arch >= 10 * LEAST_CAPABILITY])
-def test_grouped_linear(arch: int, dtype: str, width: int, out: int) -> None:
-    found = compile_linear(arch, dtype, width, out, relu=True)
+def test_grouped_linear(arch: int, width: int, out: int) -> None:
+    found = compile_linear(arch, "bf16", width, out, relu=True)
     assert found.spills == 0
     assert not found.is_serialised
-    assert found.shared_bytes <= SHARED_BYTES
+    # Two programs at a time on a multiprocessor.
+    assert 2 * found.shared_bytes <= SHARED_BYTES
 
 
-@pytest.mark.parametrize(("dtype", "out"), [("fp16", 256), ("fp32", 256), ("fp32", 512)])
-def test_products_are_the_matrix_instructions_of_hopper(dtype: str, out: int) -> None:
-    found = compile_linear(90, dtype, 256, out, relu=False)
-    factors = "f32.tf32.tf32" if dtype == "fp32" else "f32.f16.f16"
-    products = [line for line in found.assembly.splitlines() if "wgmma.mma_async" in line]
-    assert products
-    assert all(factors in line for line in products)
+def test_products_are_the_matrix_instructions_of_hopper() -> None:
+    found = compile_linear(90, "fp16", 256, 256, relu=False)
+    assert "wgmma.mma_async" in found.assembly
     assert "cp.async.bulk.tensor" in found.assembly
 
 
