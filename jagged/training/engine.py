@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,12 +17,14 @@ from torchrec.distributed.types import ShardingPlan
 
 from jagged.config import TrainerConfig
 from jagged.data.moving import Carried
+from jagged.data.table_batches import Batch
 from jagged.models import NextItemTask, RequestModel
 from jagged.models.pretrained import apart
 from jagged.models.task import explained
 from jagged.modules import HeldUpdates, RowSplit, SplitEmbeddingCollection
 from jagged.training.batches import carried
 from jagged.training.errors import CheckpointError
+from jagged.training.filled import FilledRequests, FilledSequences
 from jagged.training.graphs import GraphedSteps, graphs_serve
 from jagged.training.optimizer import Optimizer, check_updates, number_on, table_names, updated_heads
 from jagged.training.processes import Processes
@@ -348,21 +351,26 @@ class _Step(nn.Module):
         self._autocast = precision == "bf16-mixed"
         self._processes = processes
         self._graphs: GraphedSteps | None = None
-        if graphs:
-            assert isinstance(task, NextItemTask)
-            self._graphs = GraphedSteps(lambda batch: self._task(batch).loss, task, processes.device, held)
-            self._num_items = task.model.config["num_items"]
+        if graphs and isinstance(task, NextItemTask):
+            room_for = partial(FilledSequences.room_for, num_items=task.model.config["num_items"])
+            self._graphs = GraphedSteps(lambda batch: (self._task(batch).loss, None), room_for, task, processes.device, held)
+        elif graphs:
+            self._graphs = GraphedSteps(self._loss_and_rows, FilledRequests.room_for, task, processes.device, held)
 
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, int | Tensor]]:
         # TorchRec's pipeline of sharded tables traces this.
         batch = batch.batch if isinstance(batch, Carried) else batch
-        if self._graphs is not None and batch.is_checked(self._num_items):
+        if self._graphs is not None and (replayed := self._graphs(batch)) is not None:
             self.weighted.count(batch)
-            loss = self._graphs(batch)
+            loss, rows = replayed
             # The gradients are there already; the pipeline's own backward ends at the loss.
-            return loss.requires_grad_(), (loss.detach(), batch.targets.numel())
+            return loss.requires_grad_(), (loss.detach(), batch.targets.numel() if rows is None else rows)
         weighted: tuple[Tensor, tuple[Tensor, int | Tensor]] = self.weighted(batch, self._task(batch))
         return weighted
+
+    def _loss_and_rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        output = self._task(batch)
+        return output.loss, output.rows()
 
     def _task(self, batch: Any) -> Any:
         if not self._autocast:

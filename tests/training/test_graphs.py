@@ -15,7 +15,8 @@ from jagged.data import BatchLoader, SequenceBatch, split_leave_one_out, synthet
 from jagged.data.batches import features_of
 from jagged.models import NextItemTask, build, build_head
 from jagged.training.engine import Engine
-from jagged.training.graphs import Filled, GraphedSteps, capacity
+from jagged.training.filled import FilledSequences, capacity
+from jagged.training.graphs import GraphedSteps
 from jagged.training.processes import process_group
 from tests.training.support import flat_config, run, tiny_dataset
 
@@ -54,7 +55,8 @@ def test_what_fills_up_changes_neither_loss_nor_gradients(batches: list[list[int
     rows, samples = capacity(max(sum(lengths) for lengths in batches), max(len(lengths) for lengths in batches))
     # One after the other in the same memory: nothing may be left of the one before.
     keys = ("item_id",) if buckets is None else ("item_id", "timestamp")
-    inputs = Filled.empty(rows, 2 * samples, torch.device("cpu"), keys)
+    inputs = FilledSequences.empty(rows, 2 * samples, torch.device("cpu"), keys)
+    inputs.num_items = NUM_ITEMS
     for lengths in batches:
         if sum(lengths) == 0:
             continue
@@ -63,8 +65,10 @@ def test_what_fills_up_changes_neither_loss_nor_gradients(batches: list[list[int
         # All rows are some sample's, and no sample has rows that are not there.
         assert inputs.offsets.tolist() == sorted(inputs.offsets.tolist())
         assert int(inputs.offsets[-1]) == rows == int(inputs.lengths.sum())
+        # Nor is an item read that the batch does not read.
+        assert set(inputs.values[:rows].tolist()) == set(batch.features["item_id"].values().tolist())
         results = []
-        for one in (batch, inputs.batch(NUM_ITEMS)):
+        for one in (batch, inputs.batch()):
             task.zero_grad()
             loss, scores = task(one)
             loss.backward()

@@ -1,0 +1,170 @@
+"""Batches of requests filled up to a graph's size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jagged.config import TrainerConfig
+from jagged.data.table_splits import Split
+from jagged.models import RankingModel
+from jagged.training.engine import Engine
+from jagged.training.filled import FilledRequests, Sizes
+from jagged.training.graphs import GraphedSteps
+from jagged.training.processes import process_group
+from tests.models.shops import shop
+from tests.models.test_ranking import COMMON, VARIANTS, doubled, gradients, of_variant
+
+#: But for models of candidates' lists in shared tables, whose batches run without a graph.
+FILLED = [name for name in VARIANTS if "shared" not in name]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def splits() -> dict[str, Split]:
+    return {}
+
+
+def read_rows(batch: Any) -> dict[str, set[Any]]:
+    """The ids of each key."""
+    found = {}
+    for name in ("features", "weighted_features", "candidates", "weighted_candidates", "history_lists"):
+        if (keyed := getattr(batch, name)) is not None:
+            found |= {f"{name} {key}": set(keyed[key].values().tolist()) for key in keyed.keys()}  # noqa: SIM118
+    return found
+
+
+OF_REQUESTS = [name for name in FILLED if "conditional" not in VARIANTS[name][2]][:6]
+CASES = [*((name, {}) for name in FILLED), *((name, {"loss": "listwise"}) for name in OF_REQUESTS)]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+@settings(max_examples=4)
+@given(data=st.data())
+def test_what_fills_up_changes_neither_loss_nor_gradients(
+    splits: dict[str, Split], name: str, options: dict[str, Any], data: st.DataObject
+) -> None:
+    split, model = of_variant(splits, name, **options)
+    model = doubled(model)
+    inputs: list[FilledRequests] = []
+    for _ in range(3):
+        places = data.draw(st.lists(st.integers(0, len(split.train) - 1), min_size=1, max_size=40))
+        batch = split.train.gather(places, max_history=data.draw(st.sampled_from([None, 0, 3])))
+        own = Sizes.of(batch)
+        assert own is not None
+        filled = next((of for of in inputs if of.has_room(batch)), None)
+        if filled is None:
+            filled = FilledRequests.room_for(batch, CPU, inputs)
+            assert filled is not None
+            assert filled.has_room(batch)
+            inputs.append(filled)
+        # In the same memory, in which nothing may be left of the one before.
+        filled.take(batch)
+        whole = filled.batch()
+        assert (len(whole), whole.rows.numel()) == filled.sizes[:2]
+        assert int(whole.candidate_offsets[-1]) == whole.rows.numel()
+        assert bool((whole.candidate_offsets.diff() >= 0).all())
+        for keyed in (whole.features, whole.candidates, whole.history_lists):
+            if keyed is not None and keyed.keys():
+                assert keyed.lengths().view(len(keyed.keys()), -1).sum(1).tolist() == keyed.length_per_key()
+        assert read_rows(whole) == read_rows(batch)
+        out, expected = model(whole), model(batch)
+        torch.testing.assert_close(out.loss, expected.loss, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(out.rows(), expected.rows())
+        for task, scores in expected.scores.items():
+            logits = out.scores[task].logits[: len(scores.logits)]
+            torch.testing.assert_close(logits, scores.logits, rtol=1e-9, atol=1e-10)
+        wanted = gradients(expected.loss, model)
+        for key, of in gradients(out.loss, model).items():
+            torch.testing.assert_close(of, wanted[key], rtol=1e-8, atol=1e-10, msg=lambda text, key=key: f"{key}: {text}")
+
+
+class Launched:
+    """`GraphedSteps` without graphs: the same batches, filled up in the same memory, kernel by kernel."""
+
+    def __init__(self, forward: Any, room_for: Any, module: Any, device: torch.device, held: Any = None) -> None:
+        self._forward, self._room_for, self._device = forward, room_for, device
+        self.sizes: list[Any] = []
+
+    def __call__(self, batch: Any) -> Any:
+        filled = next((of for of in self.sizes if of.has_room(batch)), None)
+        if filled is None:
+            filled = self._room_for(batch, self._device, self.sizes)
+            if filled is None:
+                return None
+            self.sizes.insert(0, filled)
+        filled.take(batch)
+        loss, rows = self._forward(filled.batch())
+        loss.backward()
+        return loss.detach(), None if rows is None else rows.detach()
+
+
+def trained(name: str, split: Split, config: TrainerConfig, device: torch.device, *, by_graphs: bool) -> tuple[Any, ...]:
+    """Losses, states and the engine of two epochs."""
+    options = {**VARIANTS[name][2]}
+    torch.manual_seed(0)
+    kind = options.pop("class", RankingModel)
+    model = kind.of(split, **{"embedding_dim": 8, **COMMON[kind], **options})
+    with process_group(device) as processes, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jagged.training.engine.graphs_serve", lambda *_: by_graphs)
+        engine = Engine(model.to(device), config, "32-true", processes)
+        losses, rows = [], []
+        for epoch in range(2):
+            loader = split.train.loader(batch_size=24, shuffle=True, seed=0, progress=False)
+            loader.set_position(epoch, 0)
+            for one in engine.steps(iter(loader)):
+                losses.append(one.loss.detach().clone())
+                rows.append(torch.as_tensor(one.rows).detach().clone())
+        states = {key: of.cpu() for key, of in engine.state_tensors().items() if "random" not in key}
+    return torch.stack(losses).tolist(), torch.stack(rows).tolist(), states, engine
+
+
+OPTIMIZERS = [
+    {"table_optimizer": "rowwise-adagrad"},
+    {"table_optimizer": "sparse-adamw", "gradient_clip_norm": 0.5},
+    {"table_optimizer": "sgd", "gradient_clip_norm": None},
+]
+
+
+@pytest.mark.parametrize("options", OPTIMIZERS, ids=lambda of: of["table_optimizer"])
+@pytest.mark.parametrize("name", ["everything", "plain by dots", "dlrm-hstu", "weights"])
+def test_trains_as_batches_do_that_nothing_fills(monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]) -> None:
+    """Also tables of an optimizer that moves each row that is read, whatever its gradient."""
+    split = shop(*VARIANTS[name][0], **VARIANTS[name][1], requests=90)
+    monkeypatch.setattr("jagged.training.engine.GraphedSteps", Launched)
+    config = TrainerConfig(learning_rate=0.01, table_learning_rate=0.05, **options)
+    losses, rows, states, engine = trained(name, split, config, CPU, by_graphs=True)
+    expected, expected_rows, wanted, other = trained(name, split, config, CPU, by_graphs=False)
+    assert losses == pytest.approx(expected, rel=1e-4)
+    assert rows == pytest.approx(expected_rows)
+    for key, of in wanted.items():
+        # Gradients that are 0 but for roundings, as of keys' biases, AdamW makes large.
+        atol = 1e-5 if "bags" in key or "sequences" in key else 2e-3
+        torch.testing.assert_close(states[key], of, rtol=1e-3, atol=atol, msg=lambda text, key=key: f"{key}: {text}")
+    assert engine.samples == other.samples
+    graphs = engine._step._graphs
+    assert isinstance(graphs, Launched)
+    assert 1 <= len(graphs.sizes) < len(losses)
+    assert other._step._graphs is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIMIZERS, ids=lambda of: of["table_optimizer"])
+@pytest.mark.parametrize("name", ["everything", "everything by dots", "dlrm", "dcnv2", "wukong", "experts of tasks", "dlrm-hstu"])
+def test_graphs_train_as_single_launches_do(name: str, options: dict[str, Any]) -> None:
+    split = shop(*VARIANTS[name][0], **VARIANTS[name][1], requests=90)
+    device = torch.device("cuda", torch.cuda.current_device())
+    config = TrainerConfig(device="cuda", learning_rate=0.01, table_learning_rate=0.05, **options)
+    losses, rows, states, engine = trained(name, split, config, device, by_graphs=True)
+    expected, expected_rows, wanted, _ = trained(name, split, config, device, by_graphs=False)
+    assert losses == pytest.approx(expected, rel=2e-3)
+    assert rows == pytest.approx(expected_rows)
+    for key, of in wanted.items():
+        torch.testing.assert_close(states[key], of, rtol=0.02, atol=2e-3, msg=lambda text, key=key: f"{key}: {text}")
+    graphs = engine._step._graphs
+    assert isinstance(graphs, GraphedSteps)
+    assert 1 <= len(graphs._graphs) < len(losses)
