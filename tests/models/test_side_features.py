@@ -6,6 +6,7 @@ import copy
 import json
 import pickle
 import re
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -22,6 +23,7 @@ from jagged.data.batches import features_of
 from jagged.models import BERT4Rec, ItemFeatures, ItemSequenceModel, NextItemTask, build
 from jagged.models.side_features import EventFeatures
 from jagged.ops import trust_values
+from jagged.training.filled import FilledSequences
 from jagged.training.graphs import GraphedSteps
 from tests.models.test_item_sequences import ITEMS, SIZES, batches_of, drawn, keyed
 from tests.oracle import check_three_way
@@ -157,6 +159,11 @@ def test_goes_with_what_users_do(place: Place, name: str) -> None:
         torch.testing.assert_close(program(ids[:4]), features(ids[:4]))
 
 
+def graphed_steps(task: NextItemTask, place: Place) -> Any:
+    room_for = partial(FilledSequences.room_for, num_items=ITEMS)
+    return GraphedSteps(lambda batch: (task(batch).loss, None), room_for, task, place.device)
+
+
 @pytest.mark.gpu
 @every_model
 def test_steps_are_replayed_as_graphs(place: Place, name: str) -> None:
@@ -168,9 +175,9 @@ def test_steps_are_replayed_as_graphs(place: Place, name: str) -> None:
         features = keyed(drawn(place, sum(lengths), seed), offsets)
         users = torch.arange(len(lengths), device=place.device)
         batches.append(SequenceBatch(features, drawn(place, sum(lengths), 9), users, num_items=ITEMS))
-    graphed = GraphedSteps(lambda batch: task(batch).loss, task, place.device)
+    graphed = graphed_steps(task, place)
     for batch in batches:
-        loss = graphed(batch)
+        loss, _ = graphed(batch)
         found = [parameter.grad.clone() for parameter in model.item_features.parameters()]
         alone = copy.deepcopy(task)
         alone.zero_grad()
@@ -321,10 +328,10 @@ def test_steps_with_events_are_replayed_as_graphs(place: Place, name: str) -> No
     """With times, so that batches have four keys."""
     model = event_model(name, place, num_time_buckets=4).train()
     task = NextItemTask(model)
-    graphed = GraphedSteps(lambda batch: task(batch).loss, task, place.device)
+    graphed = graphed_steps(task, place)
     for seed, lengths in enumerate(([3, 0, 4], [2, 5], [8, 8, 8, 1])):
         batch = event_batch(place, lengths, seed, times=True)
-        loss = graphed(batch)
+        loss, _ = graphed(batch)
         found = [parameter.grad.clone() for parameter in model.parameters()]
         alone = copy.deepcopy(task)
         alone.zero_grad()
