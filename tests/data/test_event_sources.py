@@ -103,9 +103,9 @@ def of_type(values: list[int], kind: pa.DataType) -> pa.Array:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-@pytest.mark.parametrize("place", ["memory", "file"])
+@pytest.mark.parametrize("source", ["memory", "file"])
 @pytest.mark.parametrize("nested", [False, True], ids=["flat", "lists"])
-def test_ids_of_every_type(tmp_path: Path, kind: str, place: str, nested: bool) -> None:
+def test_ids_of_every_type(tmp_path: Path, kind: str, source: str, nested: bool) -> None:
     items = of_type([5, 7, 5, 9], TYPES[kind])
     users = of_type([1, 2, 1, 2], TYPES[kind])
     times = pa.array([1, 2, 3, 4], pa.int16())
@@ -115,9 +115,9 @@ def test_ids_of_every_type(tmp_path: Path, kind: str, place: str, nested: bool) 
         items = pa.ListArray.from_arrays(ends, items)
         times = pa.ListArray.from_arrays(ends, times)
     table: Any = pa.table({"user_id": users, "item_id": items, "timestamp": times})
-    if place == "file":
+    if source == "file":
         pq.write_table(table, tmp_path / "e.parquet")
-    got = read_events(tmp_path / "e.parquet" if place == "file" else Frame(table))
+    got = read_events(tmp_path / "e.parquet" if source == "file" else Frame(table))
     pairs = {1: [(5, 1), (7, 2)], 2: [(5, 3), (9, 4)]} if nested else {1: [(5, 1), (5, 3)], 2: [(7, 2), (9, 4)]}
     is_text = "string" in kind or kind == "dictionary"
     cast: Callable[[int], object] = str if is_text else int
@@ -127,15 +127,15 @@ def test_ids_of_every_type(tmp_path: Path, kind: str, place: str, nested: bool) 
 
 @pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
 @pytest.mark.parametrize("zone", [None, "UTC", "Europe/Berlin"])
-@pytest.mark.parametrize("place", ["memory", "file"])
-def test_times_of_every_unit(tmp_path: Path, unit: str, zone: str | None, place: str) -> None:
+@pytest.mark.parametrize("source", ["memory", "file"])
+def test_times_of_every_unit(tmp_path: Path, unit: str, zone: str | None, source: str) -> None:
     moments = [datetime.datetime(2024, 2, 29, 12, 30, second, tzinfo=datetime.UTC) for second in (7, 5)]
     stamps = pa.array(moments, pa.timestamp("us", "UTC")).cast(pa.timestamp(unit, "UTC"))
     stamps = stamps.cast(pa.timestamp(unit, zone)) if zone else stamps.cast(pa.int64()).cast(pa.timestamp(unit))
     table = pa.table({"user_id": [1, 1], "item_id": [2, 3], "timestamp": stamps})
-    if place == "file":
+    if source == "file":
         pq.write_table(table, tmp_path / "e.parquet")
-    dataset = read_events(tmp_path / "e.parquet" if place == "file" else table)
+    dataset = read_events(tmp_path / "e.parquet" if source == "file" else table)
     first, second = (int(moment.timestamp()) * 1_000_000 for moment in moments)
     assert oracle.histories(dataset) == {1: [(3, second), (2, first)]}
     assert dataset.time_kind == ("zoned" if zone else "naive")
