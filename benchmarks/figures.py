@@ -587,6 +587,43 @@ CURVES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
 }
 
 
+#: Models of which candidates are drawn; the others are like one of these.
+CANDIDATE_MODELS = ("ranking", "dlrm-hstu", "din", "dlrm", "dcnv2", "wukong")
+
+
+def many_candidates(result: dict[str, Any], path: Path) -> None:
+    """Time and memory of a step over candidates a request, and those of expanded requests; forecast where these do not fit."""
+    models = [name for name in CANDIDATE_MODELS if name in result["models"]]
+    size = (2.5 * len(models), 5)
+    figure, axes = plt.subplots(2, len(models), figsize=size, sharex=True, sharey="row", layout="constrained", squeeze=False)
+    for column, name in zip(axes.T, models, strict=True):
+        rows = {int(count): row for count, row in result["models"][name].items()}
+        for axis, (key, scale) in zip(column, {"ms": 1.0, "bytes": 1e-9}.items(), strict=True):
+            for way, colour in {"jagged": COLOURS["jagged"], "expanded": COLOURS["sll"]}.items():
+                found = {count: row[way][key] * scale for count, row in rows.items() if key in row.get(way, ())}
+                axis.plot(list(found), list(found.values()), "o-", color=colour, markersize=3, label=way)
+                forecast = {count: row[way].get("forecast_bytes") for count, row in rows.items() if way in row}
+                if key == "bytes" and (missing := {count: of * scale for count, of in forecast.items() if of is not None}):
+                    last = max(found)
+                    axis.plot(
+                        [last, *missing], [found[last], *missing.values()], "o:", color=colour, markersize=3, fillstyle="none"
+                    )
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            axis.set_xticks(list(rows), [f"{count:,}" for count in rows], fontsize=8)
+            axis.spines[["top", "right"]].set_visible(False)
+        column[0].set_title(name, fontsize=9)
+        column[1].set_xlabel("candidates a request", fontsize=8)
+    axes[0, 0].set_ylabel("a step, ms", fontsize=8)
+    axes[1, 0].set_ylabel("its memory at the peak, GB", fontsize=8)
+    axes[0, 0].legend(fontsize=8, frameon=False)
+    environment = result["environment"]
+    title = f"{result['requests']:,} requests on one {environment['device']}; dotted: expanded requests would not fit"
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def sparse_output_curves(result: dict[str, Any], path: Path) -> None:
     """Time of a pass along labels, sparsity and labels of a group, beside dense layers of equal FLOPs; memory along labels."""
     shown = [name for name in CURVES if name in result]
@@ -714,6 +751,7 @@ DRAWN: dict[str, dict[str, tuple[str, Draw]]] = {
         "embedding_bags_sizes": ("sizes", embedding_bags_sizes),
     },
     "embedding_sweep": {"embedding_sweep": ("cases", embedding_sweep_ratios)},
+    "many_candidates": {"many_candidates": ("models", many_candidates)},
     "sparse_output": {"sparse_output": ("labels", sparse_output_curves)},
 }
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from benchmarks import many_candidates
+from benchmarks.figures import DRAWN
 
 
 @pytest.mark.parametrize("name", list(many_candidates.MODELS))
@@ -40,3 +43,20 @@ def test_all_ways_are_measured_and_those_that_would_not_fit_forecast(monkeypatch
     tight = many_candidates.measured("dlrm", 4, 6, "cpu", room=7_999)
     assert tight["128"]["expanded"] == {"forecast_bytes": 128_000}
     assert tight["1024"]["expanded"] == {"forecast_bytes": 1_024_000}
+
+
+def test_the_figure_is_drawn(tmp_path: Path) -> None:
+    """Also where expanded requests would not fit."""
+    rows = {
+        str(count): {
+            "jagged": {"ms": 1.0 + count, "bytes": 10**8 * count},
+            "expanded": {"ms": 2.0 * count, "bytes": 10**9 * count},
+        }
+        for count in many_candidates.CANDIDATES
+    }
+    rows["1024"]["expanded"] = {"forecast_bytes": 10**12}
+    result = {"environment": {"device": "a GPU"}, "requests": 8, "models": {"ranking": rows, "din": rows}}
+    part, draw = DRAWN["many_candidates"]["many_candidates"]
+    assert part in result
+    draw(result, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
