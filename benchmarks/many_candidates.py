@@ -11,8 +11,8 @@ copy of all that is its request's, histories too; its scores are checked to be t
 Milliseconds of a step, forward and backward in bfloat16 under autocast, and the memory that it takes at its peak beside weights,
 gradients and the batch. Where the expanded batch would not fit, its row has the bytes that it would take: those with fewer
 candidates, as many times more. A short step is as long as the host takes to launch it: `gpu_ms` is the time of replays of a CUDA
-graph, where the memory of several steps is there for one, and else the same. `of_line` is that beside a line through those of 1 and
-128 candidates: the cost is that of the user and m times that of an item.
+graph, where the memory of several steps is there for one, and else the same. `of_line` is that beside a line through those of 1
+and 128 candidates: the cost is that of the user and m times that of an item.
 """
 
 from __future__ import annotations
