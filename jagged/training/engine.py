@@ -368,6 +368,10 @@ class _Step(nn.Module):
         weighted: tuple[Tensor, tuple[Tensor, int | Tensor]] = self.weighted(batch, self._task(batch))
         return weighted
 
+    def __repr__(self) -> str:
+        # TorchRec's pipelines write the model down in each epoch, whoever listens, with what tables have in them.
+        return f"{type(self).__name__}({type(self.task).__name__})"
+
     def _loss_and_rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
         output = self._task(batch)
         return output.loss, output.rows()
