@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from jagged.models.task import explained
 from jagged.modules import HeldUpdates, RowSplit, SplitEmbeddingCollection
 from jagged.training.batches import carried
 from jagged.training.errors import CheckpointError
-from jagged.training.filled import FilledRequests, FilledSequences
+from jagged.training.filled import RequestSizes, SequenceSizes
 from jagged.training.graphs import GraphedSteps, graphs_serve
 from jagged.training.optimizer import Optimizer, check_updates, number_on, table_names, updated_heads
 from jagged.training.processes import Processes
@@ -352,10 +351,10 @@ class _Step(nn.Module):
         self._processes = processes
         self._graphs: GraphedSteps | None = None
         if graphs and isinstance(task, NextItemTask):
-            room_for = partial(FilledSequences.room_for, num_items=task.model.config["num_items"])
-            self._graphs = GraphedSteps(lambda batch: (self._task(batch).loss, None), room_for, task, processes.device, held)
+            sizes = SequenceSizes(task.model.config["num_items"])
+            self._graphs = GraphedSteps(lambda batch: (self._task(batch).loss, None), sizes, task, processes.device, held)
         elif graphs:
-            self._graphs = GraphedSteps(self._loss_and_rows, FilledRequests.room_for, task, processes.device, held)
+            self._graphs = GraphedSteps(self._loss_and_rows, RequestSizes(), task, processes.device, held)
 
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, int | Tensor]]:
         # TorchRec's pipeline of sharded tables traces this.

@@ -21,7 +21,7 @@ _NO_TARGET = -100
 _FILLING_ROWS = 64
 # Of batches of requests: the least and the most that a new size has more than the batch that it is made for, and how much of a
 # size may be filled up.
-_LEAST_MORE, _MOST_MORE, _MOST_FILLED = 1 / 16, 1 / 4, 1 / 5
+_LEAST_MORE, _MOST_MORE, _MOST_FILLED = 1 / 16, 1 / 4, 1 / 4
 # How long a sample that fills may be, of the mean length: attention costs the square.
 _LONGEST = 3
 # And how many sizes there are: others are rare, and run without a graph.
@@ -56,30 +56,20 @@ class FilledSequences:
     targets: Tensor
     lengths: Tensor
     offsets: Tensor
-    num_items: int | None = None
+    num_items: int
 
     @classmethod
-    def empty(cls, rows: int, samples: int, device: torch.device, keys: tuple[str, ...] = (KEY,)) -> Self:
-        """Memory for `rows` rows in `samples` samples, as `capacity` says for the batches to come."""
+    def empty(cls, size: tuple[int, int], num_items: int, device: torch.device, keys: tuple[str, ...] = (KEY,)) -> Self:
+        """Memory for so many rows and samples, as `capacity` says for the batches to come."""
+        rows, samples = size
         values, targets, lengths, offsets = (
             torch.zeros(count, dtype=torch.int64, device=device) for count in (len(keys) * rows, rows, samples, samples + 1)
         )
-        return cls(keys, values, targets, lengths, offsets)
+        return cls(keys, values, targets, lengths, offsets, num_items)
 
-    @classmethod
-    def room_for(cls, batch: SequenceBatch, device: torch.device, others: Sequence[Self], *, num_items: int) -> Self | None:
-        """Memory for batches of this one's size; None where its items are not known to lie in a catalogue of `num_items`."""
-        if not batch.is_checked(num_items):
-            return None
-        filled = cls.empty(*capacity(batch.targets.shape[0], batch.features.stride()), device, tuple(batch.features.keys()))
-        filled.num_items = num_items
-        return filled
-
-    def has_room(self, batch: SequenceBatch) -> bool:
-        """Whether a batch is of this size, and its items are known to lie in the catalogue."""
-        size = self.targets.shape[0], self.lengths.shape[0]
-        is_checked = self.num_items is not None and batch.is_checked(self.num_items)
-        return is_checked and size == capacity(batch.targets.shape[0], batch.features.stride())
+    def holds(self, size: tuple[int, int]) -> bool:
+        """Whether it is this size."""
+        return size == (self.targets.shape[0], self.lengths.shape[0])
 
     def take(self, batch: SequenceBatch) -> None:
         """Copy a batch here and fill up, without a look at its values."""
@@ -109,6 +99,22 @@ class FilledSequences:
         return SequenceBatch(features, self.targets, self.lengths, num_items=self.num_items)
 
 
+class SequenceSizes(NamedTuple):
+    """The sizes of batches of sequences, whose items lie in a catalogue of `num_items`."""
+
+    num_items: int
+
+    def of(self, batch: SequenceBatch) -> tuple[int, int] | None:
+        """What a batch is filled up to; None for one whose items are not known to lie in the catalogue."""
+        return capacity(batch.targets.shape[0], batch.features.stride()) if batch.is_checked(self.num_items) else None
+
+    def room(
+        self, batch: SequenceBatch, size: tuple[int, int], device: torch.device, others: Sequence[FilledSequences]
+    ) -> FilledSequences:
+        """Memory for batches of a size, whatever others there are."""
+        return FilledSequences.empty(size, self.num_items, device, tuple(batch.features.keys()))
+
+
 class _Part(NamedTuple):
     """Rows, cut among samples."""
 
@@ -128,7 +134,7 @@ class _Part(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """How large a batch of requests is, of which the host knows it.
+    """How large a batch of requests is, of which the host knows it. All batches of a loader have the same tensors and keys.
 
     Attributes:
         requests: their number.
@@ -259,26 +265,9 @@ class FilledRequests:
         self._plain["candidate_offsets"] = like.candidate_offsets.new_zeros(sizes.requests + 1, device=device)
         self._sampled = like.sampled
 
-    @classmethod
-    def room_for(cls, batch: Batch, device: torch.device, others: Sequence[Self]) -> Self | None:
-        """Memory for batches of this one's size and others' where that is not too much.
-
-        None for a batch of unknown size, and where there are many sizes.
-        """
-        own = Sizes.of(batch)
-        if own is None or len(others) >= _MOST_SIZES:
-            return None
-        sizes = own.more()
-        for other in others:
-            # Sizes that take turns become one.
-            if (larger := sizes.largest(other.sizes)).holds(own):
-                sizes = larger
-        return cls(batch, sizes, device)
-
-    def has_room(self, batch: Batch) -> bool:
-        """Whether a batch is filled up to this size."""
-        own = Sizes.of(batch)
-        return own is not None and self.sizes.holds(own)
+    def holds(self, size: Sizes) -> bool:
+        """Whether a batch of a size is filled up to this one."""
+        return self.sizes.holds(size)
 
     def take(self, batch: Batch) -> None:
         """Copy a batch here and fill up, without a look at its values."""
@@ -302,6 +291,25 @@ class FilledRequests:
         keyed_tensors = {name: keys.tensor() for name, keys in self._keyed.items()}
         named: dict[str, Any] = {one.name: None for one in fields(Batch)}
         return Batch(**{**named, **self._plain, **keyed_tensors, "sampled": self._sampled})
+
+
+class RequestSizes:
+    """The sizes of batches of requests."""
+
+    def of(self, batch: Batch) -> Sizes | None:
+        """How large a batch is; None where that is not known."""
+        return Sizes.of(batch)
+
+    def room(self, batch: Batch, size: Sizes, device: torch.device, others: Sequence[FilledRequests]) -> FilledRequests | None:
+        """Memory for batches of this size and those of others, where that is not too much; None where there are many."""
+        if len(others) >= _MOST_SIZES:
+            return None
+        sizes = size.more()
+        for other in others:
+            # Sizes that take turns become one.
+            if (larger := sizes.largest(other.sizes)).holds(size):
+                sizes = larger
+        return FilledRequests(batch, sizes, device)
 
 
 def _values_of(batch: Batch, kind: type) -> dict[str, Any]:

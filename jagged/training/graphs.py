@@ -28,14 +28,24 @@ def graphs_serve(config: TrainerConfig, task: nn.Module, processes: Processes) -
 class Filled(Protocol):
     """A batch's tensors at a graph's size, in memory that stays."""
 
-    def has_room(self, batch: Any) -> bool:
-        """Whether a batch is replayed at this size."""
+    def holds(self, size: Any) -> bool:
+        """Whether batches of a size are replayed here."""
 
     def take(self, batch: Any) -> None:
         """Copy a batch here and fill up, without a look at its values."""
 
     def batch(self) -> Any:
         """The tensors as a batch; a new one each time."""
+
+
+class BatchSizes(Protocol):
+    """What a kind of batches is filled up to."""
+
+    def of(self, batch: Any) -> Any | None:
+        """The size of a batch, or None for one that is to run without a graph."""
+
+    def room(self, batch: Any, size: Any, device: torch.device, others: list[Any]) -> Filled | None:
+        """Memory for a batch and others like it, beside the sizes that there are; None where there are enough."""
 
 
 @dataclass
@@ -58,8 +68,7 @@ class GraphedSteps:
     Args:
         forward: of a batch the loss (0-dim), and what it is a mean over where the host does not know; nothing in it waits for the
             device.
-        room_for: of a batch, the device and the sizes that there are: memory at a size for this batch and others like it, or None
-            for one that is to run without a graph.
+        sizes: of the batches.
         module: its parameters have gradients, but for tables that are updated row by row.
         device: a CUDA device.
         held: holds the gradients of these rows.
@@ -68,12 +77,12 @@ class GraphedSteps:
     def __init__(
         self,
         forward: Callable[[Any], tuple[Tensor, Tensor | None]],
-        room_for: Callable[[Any, torch.device, list[Any]], Filled | None],
+        sizes: BatchSizes,
         module: nn.Module,
         device: torch.device,
         held: HeldUpdates | None = None,
     ) -> None:
-        self._forward, self._room_for, self._device, self._held = forward, room_for, device, held
+        self._forward, self._sizes, self._device, self._held = forward, sizes, device, held
         collections = (part for part in module.modules() if isinstance(part, TrainedTables) and part.optimizers)
         without = {id(parameter) for part in collections for parameter in part.parameters()}
         self._parameters = [of for of in module.parameters() if of.requires_grad and id(of) not in without]
@@ -87,14 +96,17 @@ class GraphedSteps:
 
         None where the batch is to run without a graph.
         """
-        captured = next((of for of in self._graphs if of.inputs.has_room(batch)), None)
+        size = self._sizes.of(batch)
+        if size is None:
+            return None
+        captured = next((of for of in self._graphs if of.inputs.holds(size)), None)
         if captured is None:
-            inputs = self._room_for(batch, self._device, [of.inputs for of in self._graphs])
+            inputs = self._sizes.room(batch, size, self._device, [of.inputs for of in self._graphs])
             if inputs is None:
                 return None
             inputs.take(batch)
             captured = self._capture(inputs)
-            # The latest size has most often room for the next batch, too.
+            # Of requests the latest size has most often room for the next batch, too.
             self._graphs.insert(0, captured)
         else:
             captured.inputs.take(batch)

@@ -6,7 +6,6 @@ import copy
 import json
 import pickle
 import re
-from functools import partial
 from typing import Any
 
 import pyarrow as pa
@@ -23,7 +22,7 @@ from jagged.data.batches import features_of
 from jagged.models import BERT4Rec, ItemFeatures, ItemSequenceModel, NextItemTask, build
 from jagged.models.side_features import EventFeatures
 from jagged.ops import trust_values
-from jagged.training.filled import FilledSequences
+from jagged.training.filled import SequenceSizes
 from jagged.training.graphs import GraphedSteps
 from tests.models.test_item_sequences import ITEMS, SIZES, batches_of, drawn, keyed
 from tests.oracle import check_three_way
@@ -160,8 +159,7 @@ def test_goes_with_what_users_do(place: Place, name: str) -> None:
 
 
 def graphed_steps(task: NextItemTask, place: Place) -> Any:
-    room_for = partial(FilledSequences.room_for, num_items=ITEMS)
-    return GraphedSteps(lambda batch: (task(batch).loss, None), room_for, task, place.device)
+    return GraphedSteps(lambda batch: (task(batch).loss, None), SequenceSizes(ITEMS), task, place.device)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from jagged.config import TrainerConfig
 from jagged.data.table_splits import Split
 from jagged.models import RankingModel
 from jagged.training.engine import Engine
-from jagged.training.filled import FilledRequests, Sizes
+from jagged.training.filled import FilledRequests, RequestSizes, Sizes
 from jagged.training.graphs import GraphedSteps
 from jagged.training.processes import process_group
 from tests.models.shops import shop
@@ -54,13 +55,13 @@ def test_what_fills_up_changes_neither_loss_nor_gradients(
     for _ in range(3):
         places = data.draw(st.lists(st.integers(0, len(split.train) - 1), min_size=1, max_size=40))
         batch = split.train.gather(places, max_history=data.draw(st.sampled_from([None, 0, 3])))
-        own = Sizes.of(batch)
+        own = RequestSizes().of(batch)
         assert own is not None
-        filled = next((of for of in inputs if of.has_room(batch)), None)
+        filled = next((of for of in inputs if of.holds(own)), None)
         if filled is None:
-            filled = FilledRequests.room_for(batch, CPU, inputs)
+            filled = RequestSizes().room(batch, own, CPU, inputs)
             assert filled is not None
-            assert filled.has_room(batch)
+            assert filled.holds(own)
             inputs.append(filled)
         # In the same memory, in which nothing may be left of the one before.
         filled.take(batch)
@@ -83,23 +84,107 @@ def test_what_fills_up_changes_neither_loss_nor_gradients(
             torch.testing.assert_close(of, wanted[key], rtol=1e-8, atol=1e-10, msg=lambda text, key=key: f"{key}: {text}")
 
 
+requests = st.integers(1, 5_000)
+means = st.sampled_from([0.0, 0.3, 1.0, 1.7, 20.0, 180.5])
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> Sizes:
+    """Of one table, whose keys have an id a request, an id a candidate, some, or none."""
+    count = draw(requests)
+    candidates, events = math.ceil(count * draw(means.filter(bool))), round(count * draw(means))
+    of_features = [count, candidates, events, round(count * draw(means))]
+    counts = {"features": of_features, "candidates": [candidates, round(candidates * draw(means))], "history_lists": [events]}
+    return Sizes(count, candidates, events, counts)
+
+
+@given(sizes())
+def test_a_size_holds_what_it_was_made_for(own: Sizes) -> None:
+    larger = own.more()
+    assert larger.holds(own)
+    assert larger.holds(larger)
+    # Keys with an id a candidate, or an event, stay as long as these are.
+    assert larger.counts["features"][1:3] == [larger.candidates, larger.events]
+    assert own == larger or not own.holds(larger)
+
+
+def of_lists(count: int, ids: int) -> Sizes:
+    return Sizes(count, count, 0, {"features": [count, ids]})
+
+
+def test_what_a_size_holds() -> None:
+    size = of_lists(1000, 200_000).more()
+    assert size == of_lists(1064, 212_650)
+    assert size.holds(of_lists(1000, 212_650))
+    assert not size.holds(of_lists(1000, 212_651))
+    assert not size.holds(of_lists(1065, 200_000))
+    # Too much is missing in all, or for each of the samples that are missing.
+    assert not size.holds(of_lists(700, 155_000))
+    assert size.holds(of_lists(1000, 180_000))
+    assert not size.holds(of_lists(1000, 175_000))
+    assert not size.holds(of_lists(1063, 200_000))
+    # No id is there that could be repeated.
+    assert not of_lists(10, 12).holds(of_lists(9, 0))
+
+
+def test_sizes_that_take_turns_become_one(splits: dict[str, Split]) -> None:
+    batch = of_variant(splits, "plain")[0].train.gather(range(20))
+    own = RequestSizes().of(batch)
+    assert own is not None
+    first = own._replace(events=2000, counts={name: [*of] for name, of in own.counts.items()})
+    second = own._replace(events=2200)
+    made: list[Any] = [RequestSizes().room(batch, first, CPU, [])]
+    assert not made[0].holds(first._replace(events=2900))
+    made.append(RequestSizes().room(batch, second, CPU, made))
+    assert made[1].sizes.events == 2750
+    assert made[1].sizes.candidates == made[0].sizes.candidates
+    # Others that are far from these stay alone, and there are no more than eight.
+    for events in range(10_000, 70_000, 10_000):
+        made.append(RequestSizes().room(batch, own._replace(events=events), CPU, made))
+        assert made[-1].sizes.events == events * 5 / 4
+    assert len(made) == 8
+    assert RequestSizes().room(batch, own._replace(events=90_000), CPU, made) is None
+
+
+def test_batches_of_unknown_size_are_left_alone(splits: dict[str, Split]) -> None:
+    batch = of_variant(splits, "plain")[0].train.gather(range(4))
+    assert RequestSizes().of(batch) is not None
+    batch.weights = batch.weights * 2
+    assert RequestSizes().of(batch) is None
+    # Candidates' lists among the ids of requests, which other offsets cut.
+    assert RequestSizes().of(of_variant(splits, "shared lists")[0].train.gather(range(4))) is None
+
+
+def test_drawn_candidates_stay_drawn() -> None:
+    split = shop("user", "item", "time")
+    (batch, *_) = split.train.loader(batch_size=8, negatives=2, progress=False)
+    own = RequestSizes().of(batch)
+    assert own is not None
+    filled = RequestSizes().room(batch, own, CPU, [])
+    assert filled is not None
+    filled.take(batch)
+    assert batch.sampled
+    assert filled.batch().sampled
+
+
 class Launched:
     """`GraphedSteps` without graphs: the same batches, filled up in the same memory, kernel by kernel."""
 
-    def __init__(self, forward: Any, room_for: Any, module: Any, device: torch.device, held: Any = None) -> None:
-        self._forward, self._room_for, self._device = forward, room_for, device
-        self.sizes: list[Any] = []
+    def __init__(self, forward: Any, sizes: Any, module: Any, device: torch.device, held: Any = None) -> None:
+        self._forward, self._sizes, self._device = forward, sizes, device
+        self.rooms: list[Any] = []
+        self.replayed = 0
 
     def __call__(self, batch: Any) -> Any:
-        filled = next((of for of in self.sizes if of.has_room(batch)), None)
+        size = self._sizes.of(batch)
+        filled = next((of for of in self.rooms if of.holds(size)), None)
         if filled is None:
-            filled = self._room_for(batch, self._device, self.sizes)
-            if filled is None:
-                return None
-            self.sizes.insert(0, filled)
+            filled = self._sizes.room(batch, size, self._device, self.rooms)
+            self.rooms.insert(0, filled)
         filled.take(batch)
         loss, rows = self._forward(filled.batch())
         loss.backward()
+        self.replayed += 1
         return loss.detach(), None if rows is None else rows.detach()
 
 
@@ -148,7 +233,7 @@ def test_trains_as_batches_do_that_nothing_fills(monkeypatch: pytest.MonkeyPatch
     assert engine.samples == other.samples
     graphs = engine._step._graphs
     assert isinstance(graphs, Launched)
-    assert 1 <= len(graphs.sizes) < len(losses)
+    assert 1 <= len(graphs.rooms) < len(losses) == graphs.replayed
     assert other._step._graphs is None
 
 

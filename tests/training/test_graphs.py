@@ -15,7 +15,7 @@ from jagged.data import BatchLoader, SequenceBatch, split_leave_one_out, synthet
 from jagged.data.batches import features_of
 from jagged.models import NextItemTask, build, build_head
 from jagged.training.engine import Engine
-from jagged.training.filled import FilledSequences, capacity
+from jagged.training.filled import FilledSequences, SequenceSizes, capacity
 from jagged.training.graphs import GraphedSteps
 from jagged.training.processes import process_group
 from tests.training.support import flat_config, run, tiny_dataset
@@ -55,8 +55,7 @@ def test_what_fills_up_changes_neither_loss_nor_gradients(batches: list[list[int
     rows, samples = capacity(max(sum(lengths) for lengths in batches), max(len(lengths) for lengths in batches))
     # One after the other in the same memory: nothing may be left of the one before.
     keys = ("item_id",) if buckets is None else ("item_id", "timestamp")
-    inputs = FilledSequences.empty(rows, 2 * samples, torch.device("cpu"), keys)
-    inputs.num_items = NUM_ITEMS
+    inputs = FilledSequences.empty((rows, 2 * samples), NUM_ITEMS, torch.device("cpu"), keys)
     for lengths in batches:
         if sum(lengths) == 0:
             continue
@@ -75,6 +74,20 @@ def test_what_fills_up_changes_neither_loss_nor_gradients(batches: list[list[int
             logits = scores["next_item"].logits
             results.append((loss, logits[: sum(lengths)], *(parameter.grad.clone() for parameter in task.parameters())))
         torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
+
+
+def test_sizes_are_of_items_that_are_known() -> None:
+    sizes, cpu = SequenceSizes(NUM_ITEMS), torch.device("cpu")
+    batch, longer = batch_of([3, 0, 4], 0), batch_of([60, 30], 0)
+    size = sizes.of(batch)
+    assert size == (64, 4)
+    room = sizes.room(batch, size, cpu, [])
+    assert room.holds(size)
+    assert not room.holds(sizes.of(longer) or size)
+    batch.num_items = None
+    assert sizes.of(batch) is None
+    longer.num_items = NUM_ITEMS + 1
+    assert sizes.of(longer) is None
 
 
 def engine_losses(
