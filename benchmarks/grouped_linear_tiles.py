@@ -1,17 +1,17 @@
 """Tiles of the kernel of layers of groups beside cuBLAS's product alone, on one Hopper GPU.
 
-python -m benchmarks.grouped_linear_tiles                # compile, tiles, gradients, kernels of both passes; 2 minutes
-python -m benchmarks.grouped_linear_tiles --dtypes tf32 --wide 256 --rows 65536 --no-profile
+python -m benchmarks.grouped_linear_tiles                # compile, kernels of both passes, gradients, tiles; 2 minutes
+python -m benchmarks.grouped_linear_tiles --wide 256 --rows 65536 --parts tiles
 python -m benchmarks.grouped_linear_tiles --dry          # compiles for sm_90 without a GPU and prints what fails
 """
 
 import argparse
 import itertools
-import json
 import multiprocessing
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from typing import NamedTuple
 
 BEGUN = time.perf_counter()
@@ -21,8 +21,10 @@ import triton  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 from jagged.ops.grouped_linear.kernels import grouped_linear_kernel  # noqa: E402
+from jagged.ops.grouped_linear.spec import MOST_WEIGHTS  # noqa: E402
 
 SHARED = 232448
+PARTS = ["profiles", "gradients", "tiles"]
 
 
 class Tile(NamedTuple):
@@ -31,7 +33,7 @@ class Tile(NamedTuple):
     k: int  # in bytes
     warps: int
     stages: int
-    programs: tuple  # at once on a multiprocessor; 0: a program for each tile
+    programs: tuple  # at once on a multiprocessor
 
 
 TILES = [
@@ -47,7 +49,6 @@ TILES = [
 
 
 class Case(NamedTuple):
-    dtype: str
     groups: int  # as the kernel has it: 1 where all read the same rows
     out: int
     width: int
@@ -55,8 +56,8 @@ class Case(NamedTuple):
 
 def cases_of(options):
     found = []
-    for dtype, wide, experts in itertools.product(options.dtypes, options.wide, options.experts):
-        found += [Case(dtype, 1, experts * wide, wide), Case(dtype, experts, wide // 2, wide)]
+    for wide, experts in itertools.product(options.wide, options.experts):
+        found += [Case(1, experts * wide, wide), Case(experts, wide // 2, wide)]
     return found
 
 
@@ -86,10 +87,6 @@ def arguments(tile, case, x, weight, bias, output):
     return given, named
 
 
-def dtype_of(case):
-    return torch.float32 if case.dtype == "tf32" else torch.bfloat16
-
-
 class FakeDriver:
     """A Hopper GPU that compiles and nothing else."""
 
@@ -114,7 +111,7 @@ def compile_one(job):
 
     driver.set_active(FakeDriver())
     torch.set_num_threads(1)
-    dtype = dtype_of(case)
+    dtype = torch.bfloat16
     # Of meta's shapes, small: keys know dtypes, tiles and alignment alone.
     x, weight = torch.empty(tile.m, case.groups * case.width, dtype=dtype), torch.empty(tile.n, case.width, dtype=dtype)
     bias, output = torch.empty(case.groups * case.out, dtype=dtype), torch.empty(tile.m, case.groups * case.out, dtype=dtype)
@@ -158,7 +155,7 @@ def sweep(options, failed):
         if time.perf_counter() - BEGUN > options.seconds:
             print("out of time before", case, rows)
             break
-        dtype, flops = dtype_of(case), 2 * rows * case.groups * case.out * case.width
+        dtype, flops = torch.bfloat16, 2 * rows * case.groups * case.out * case.width
         torch.manual_seed(0)
         x = torch.randn(rows, case.groups * case.width, device="cuda", dtype=dtype)
         weight = torch.randn(case.groups * case.out, case.width, device="cuda", dtype=dtype) / case.width**0.5
@@ -175,7 +172,7 @@ def sweep(options, failed):
             given, named = arguments(tile, case, x, weight, bias, output)
             tiles = case.groups * given[4] * (case.out // tile.n)
             for programs in tile.programs:
-                grid = (min(tiles, programs * multiprocessors) if programs else tiles,)
+                grid = (min(tiles, programs * multiprocessors),)
                 output.fill_(float("nan"))
                 try:
                     grouped_linear_kernel[grid](*given, **named)
@@ -189,8 +186,7 @@ def sweep(options, failed):
                 name += f" p{programs}{wrong}"
                 found.append((name, tile, us))
         bytes_us = (x.numel() + weight.numel() + output.numel()) * x.element_size() / 4.2e6
-        limit = 394 if case.dtype == "tf32" else 787
-        print(f"\n{case}, {rows} rows: limits {flops / limit / 1e6:.0f} us of products, {bytes_us:.0f} of bytes")
+        print(f"\n{case}, {rows} rows: limits {flops / 787e6:.0f} us of products, {bytes_us:.0f} of bytes")
         for name, _, us in [found[0], *sorted(found[1:], key=lambda of: of[2])]:
             print(f"  {us:9.1f} us {flops / us / 1e6:6.0f} TFLOP/s  {name}", flush=True)
             results.append({**case._asdict(), "rows": rows, "way": name, "us": us, "tflops": flops / us / 1e6})
@@ -226,7 +222,7 @@ def gradients(options):
         (8, 512, 1024),
         (32, 512, 1024),
     ]
-    for dtype, rows, (groups, out, width) in itertools.product(options.dtypes, (4_096, 65_536), shapes):
+    for dtype, rows, (groups, out, width) in itertools.product(options.dtypes, (4_096, 16_384, 65_536), shapes):
         if time.perf_counter() - BEGUN > options.seconds:
             break
         kind = torch.float32 if dtype == "tf32" else torch.bfloat16
@@ -249,7 +245,7 @@ def gradients(options):
             "turning": lambda: weight.transpose(1, 2).contiguous(),  # noqa: B023
         }
         row = {"dtype": dtype, "rows": rows, "groups": groups, "out": out, "in": width}
-        ways = {name: way for name, way in ways.items() if name != "all" or groups * out * width <= 2**20}
+        ways = {name: way for name, way in ways.items() if name != "all" or groups**2 * out * width <= 4 * MOST_WEIGHTS}
         row |= {name: round(replay_us(way)["median"], 1) for name, way in ways.items()}
         print(" ", row, flush=True)
         results.append(row)
@@ -290,13 +286,13 @@ def profiles(options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtypes", nargs="+", default=["bf16", "tf32"])
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--dtypes", nargs="+", default=["bf16", "tf32"], help="of profiles and gradients")
     parser.add_argument("--wide", nargs="+", type=int, default=[256, 512, 1024])
     parser.add_argument("--experts", nargs="+", type=int, default=[32])
     parser.add_argument("--rows", nargs="+", type=int, default=[4_096, 65_536])
     parser.add_argument("--seconds", type=float, default=112)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 1))
-    parser.add_argument("--no-profile", action="store_true")
     parser.add_argument("--dry", action="store_true")
     options = parser.parse_args()
     torch.backends.cuda.matmul.fp32_precision = "tf32"
@@ -304,14 +300,16 @@ def main():
     failed = compile_all(jobs, options.workers, options.seconds)
     if options.dry:
         return
-    found = {}
-    if not options.no_profile:
+    from benchmarks.common import environment, other_parts, save
+
+    facts = environment()
+    found = {name: of for name, of in other_parts("grouped_linear_tiles", facts).items() if name in PARTS}
+    if "profiles" in options.parts:
         profiles(options)
-        found["gradients"] = gradients(options)
-    found["tiles"] = sweep(options, failed)
-    if os.environ.get("OUT"):
-        with open(os.path.join(os.environ["OUT"], "sweep.json"), "w") as file:
-            json.dump(found, file, indent=1)
+    for name, measure in {"gradients": gradients, "tiles": partial(sweep, failed=failed)}.items():
+        if name in options.parts:
+            found[name] = measure(options)
+    save("grouped_linear_tiles", {"environment": facts, **found})
     print(f"\n{time.perf_counter() - BEGUN:.0f} s")
 
 
