@@ -587,7 +587,7 @@ CURVES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
 }
 
 
-#: Models of which candidates are drawn; the others are like one of these.
+#: Models of which candidates are drawn; all are in the table.
 CANDIDATE_MODELS = ("ranking", "dlrm-hstu", "din", "dlrm", "dcnv2", "wukong")
 
 
