@@ -148,15 +148,6 @@ class Sizes(NamedTuple):
     events: int
     counts: dict[str, list[int]]
 
-    @classmethod
-    def of(cls, batch: Batch) -> Sizes | None:
-        """Those of a loader's batch; None where they are not known, or say too little: of candidates' lists among other ids."""
-        if batch.pairs is None or batch.candidate_list_offsets is not None:
-            return None
-        counts = {name: of.length_per_key() for name, of in _values_of(batch, KeyedJaggedTensor).items()}
-        events = 0 if batch.history_times is None else batch.history_times.numel()
-        return cls(len(batch), batch.rows.numel(), events, counts)
-
     def samples(self, name: str) -> int:
         """Of a KeyedJaggedTensor."""
         if name == "history_lists":
@@ -297,8 +288,12 @@ class RequestSizes:
     """The sizes of batches of requests."""
 
     def of(self, batch: Batch) -> Sizes | None:
-        """How large a batch is; None where that is not known."""
-        return Sizes.of(batch)
+        """How large a loader's batch is; None where the host knows too little, as of candidates' lists among other ids."""
+        if batch.pairs is None or batch.candidate_list_offsets is not None:
+            return None
+        counts = {name: of.length_per_key() for name, of in _values_of(batch, KeyedJaggedTensor).items()}
+        events = 0 if batch.history_times is None else batch.history_times.numel()
+        return Sizes(len(batch), batch.rows.numel(), events, counts)
 
     def room(self, batch: Batch, size: Sizes, device: torch.device, others: Sequence[FilledRequests]) -> FilledRequests | None:
         """Memory for batches of this size and those of others, where that is not too much; None where there are many."""

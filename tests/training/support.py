@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,18 @@ def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Any) -> None:
             yield result
 
     monkeypatch.setattr(Engine, "steps", steps)
+
+
+def cut_off(step: int, start: Callable[[], Any]) -> None:
+    """Start what trains, and end it at a step by an error, as a power cut does."""
+
+    def fail(_: Any) -> None:
+        raise KeyError("power cut")
+
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, step, fail)
+        with pytest.raises(KeyError, match="power cut"):
+            start()
 
 
 def kill_self(number: int) -> Any:

@@ -188,7 +188,9 @@ class Launched:
         return loss.detach(), None if rows is None else rows.detach()
 
 
-def trained(name: str, split: Split, config: TrainerConfig, device: torch.device, *, by_graphs: bool) -> tuple[Any, ...]:
+def trained(
+    name: str, split: Split, config: TrainerConfig, device: torch.device, *, by_graphs: bool, precision: str = "32-true"
+) -> tuple[Any, ...]:
     """Losses, states and the engine of two epochs."""
     options = {**VARIANTS[name][2]}
     torch.manual_seed(0)
@@ -196,7 +198,7 @@ def trained(name: str, split: Split, config: TrainerConfig, device: torch.device
     model = kind.of(split, **{"embedding_dim": 8, **COMMON[kind], **options})
     with process_group(device) as processes, pytest.MonkeyPatch.context() as patch:
         patch.setattr("jagged.training.engine.graphs_serve", lambda *_: by_graphs)
-        engine = Engine(model.to(device), config, "32-true", processes)
+        engine = Engine(model.to(device), config, precision, processes)
         losses, rows = [], []
         for epoch in range(2):
             loader = split.train.loader(batch_size=24, shuffle=True, seed=0, progress=False)
@@ -235,6 +237,21 @@ def test_trains_as_batches_do_that_nothing_fills(monkeypatch: pytest.MonkeyPatch
     assert isinstance(graphs, Launched)
     assert 1 <= len(graphs.rooms) < len(losses) == graphs.replayed
     assert other._step._graphs is None
+
+
+def test_trains_in_mixed_precision_as_batches_do_that_nothing_fills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within what bfloat16 rounds, of which the loss is a mean over the rows."""
+    split = shop(*VARIANTS["plain"][0], **VARIANTS["plain"][1], requests=90)
+    monkeypatch.setattr("jagged.training.engine.GraphedSteps", Launched)
+    config = TrainerConfig(learning_rate=0.01, table_learning_rate=0.05, **OPTIMIZERS[1])
+    found, wanted = (
+        trained("plain", split, config, CPU, by_graphs=by_graphs, precision="bf16-mixed") for by_graphs in (True, False)
+    )
+    exact = trained("plain", split, config, CPU, by_graphs=False)
+    error = max(abs(one - other) for one, other in zip(wanted[0], exact[0], strict=True))
+    assert error > 0
+    assert found[0] == pytest.approx(wanted[0], abs=2 * error)
+    assert found[1] == pytest.approx(wanted[1])
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jagged.config import TrainerConfig
 from jagged.data import BatchLoader, SequenceBatch, split_leave_one_out, synthetic_sessions
 from jagged.data.batches import features_of
 from jagged.models import NextItemTask, build, build_head
 from jagged.training.engine import Engine
 from jagged.training.filled import FilledSequences, SequenceSizes, capacity
-from jagged.training.graphs import GraphedSteps
+from jagged.training.graphs import GraphedSteps, graphs_serve
 from jagged.training.processes import process_group
 from tests.training.support import flat_config, run, tiny_dataset
 
@@ -88,6 +90,21 @@ def test_sizes_are_of_items_that_are_known() -> None:
     assert sizes.of(batch) is None
     longer.num_items = NUM_ITEMS + 1
     assert sizes.of(longer) is None
+
+
+def test_which_runs_are_replayed() -> None:
+    """One process on a GPU with a model of next items; several would have to tell each other sizes, which waits."""
+
+    def serves(device: str = "cuda", world_size: int = 1, task: Any = None, **options: Any) -> bool:
+        processes: Any = SimpleNamespace(device=torch.device(device), world_size=world_size)
+        return graphs_serve(TrainerConfig(**options), task or NextItemTask(build("sasrec", num_items=5)), processes)
+
+    assert serves()
+    assert not serves("cpu")
+    assert not serves(world_size=2)
+    assert not serves(accumulate=2)
+    assert not serves(cuda_graphs=False)
+    assert not serves(task=torch.nn.Linear(2, 2))
 
 
 def engine_losses(

@@ -25,7 +25,7 @@ from jagged.runs import Run
 from jagged.runs.recommending import Recommender
 from jagged.runs.training import train
 from jagged.training import TrainingError, TrainingInterrupted
-from tests.training.support import at_step, kill_self, outcome, tiny_config
+from tests.training.support import at_step, cut_off, kill_self, outcome, tiny_config
 
 GENRES, ITEMS, USERS = 10, 200, 240
 
@@ -103,15 +103,9 @@ def test_a_run_goes_on_without_the_table(
 
 
 def test_a_run_that_ends_before_its_first_checkpoint_reads_the_table_anew(
-    shop: Path, events: SequenceDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shop: Path, events: SequenceDataset, tmp_path: Path
 ) -> None:
-    def fail(_: Any) -> None:
-        raise KeyError("power cut")
-
-    with monkeypatch.context() as patch:
-        at_step(patch, 2, fail)
-        with pytest.raises(KeyError, match="power cut"):
-            train(config(shop, tmp_path / "run", checkpoint_seconds=1e6), events, progress=False)
+    cut_off(2, lambda: train(config(shop, tmp_path / "run", checkpoint_seconds=1e6), events, progress=False))
     other = tmp_path / "other.csv"
     other.write_text("\n".join(line.rsplit(",", 1)[0] for line in (shop / "items.csv").read_text().splitlines()))
     train(config(shop, tmp_path / "run", items=str(other), max_epochs=1), events, resume=True, progress=False)
