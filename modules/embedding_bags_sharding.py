@@ -67,6 +67,7 @@ from jagged.modules.table_sharding import (
     checked_keys,
     checked_plan,
     draw_shards,
+    keep_for_readers,
     make_copies_alike,
 )
 
@@ -387,6 +388,7 @@ class ShardedScheduledEmbeddingBagCollection(ShardedTables, ShardedEmbeddingBagC
         self, awaitable: LazyAwaitable[KeyedTensor], ctx: EmbeddingBagCollectionContext
     ) -> LazyAwaitable[KeyedTensor]:
         """The features in the order of the tables, means divided."""
+        keep_for_readers(awaitable._awaitables)
         names, widths, dtype = self._output
         if ctx.variable_batch_per_feature:
             samples, parts = ctx.inverse_indices[1].shape[-1], awaitable._uncombined_embedding_dims

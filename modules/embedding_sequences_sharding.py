@@ -30,6 +30,7 @@ from jagged.modules.table_sharding import (
     checked_keys,
     checked_plan,
     draw_shards,
+    keep_for_readers,
     make_copies_alike,
     update_of,
 )
@@ -121,6 +122,7 @@ class ShardedScheduledEmbeddingCollection(ShardedTables, ShardedEmbeddingCollect
                 rows[name] = JaggedTensor(values, weights=ids, lengths=ctx.lengths[key])
             return rows
 
+        keep_for_readers(awaitable._awaitables_per_sharding)
         awaitable.callbacks.append(finished)
         return awaitable
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torchrec.distributed.comm import get_topology_group_world_size
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D, ShardingStrategy, ShardingType
+from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv, ShardingEnv2D, ShardingStrategy, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -52,6 +52,22 @@ class TablesSharder:
             NotImplementedError: always.
         """
         raise NotImplementedError("reshard: tables cannot move while they train; save a checkpoint and shard anew")
+
+
+def keep_for_readers(parts: Sequence[Awaitable[Tensor]]) -> None:
+    """Keep the memory of what was looked up until the stream that waits for it has read it.
+
+    TorchRec's fused pipeline looks up on another stream. In evaluation the host lets go of rows that are still being read, and
+    the next batch's lookup would get their memory.
+    """
+
+    def kept(rows: Tensor) -> Tensor:
+        if rows.device.type != "cpu":
+            rows.record_stream(torch.get_device_module(rows.device).current_stream())
+        return rows
+
+    for part in parts:
+        part.callbacks.append(kept)
 
 
 def checked_plan(

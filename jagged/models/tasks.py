@@ -120,7 +120,9 @@ class BinaryLoss(TaskLoss):
     ) -> tuple[Tensor, Tensor]:
         """Return the sum of the rows' losses by their weights, and the sum of these."""
         rows = _rows(logits, labels, mask, weights)
-        each = nn.functional.binary_cross_entropy_with_logits(rows.logits, rows.labels, reduction="none")
+        # PyTorch's own subtracts for a label of 0 two numbers that are nearly one, and loses digits of them.
+        logsigmoid = nn.functional.logsigmoid
+        each = (rows.labels - 1) * logsigmoid(-rows.logits) - rows.labels * logsigmoid(rows.logits)
         return (each * rows.weights).sum(), rows.weights.sum()
 
 

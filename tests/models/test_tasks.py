@@ -104,6 +104,17 @@ def test_is_the_twin(name: str, dtype: torch.dtype, index: torch.dtype, batch: d
     check_three_way(ours, expected, of_place(batch["logits"].to(dtype)))
 
 
+@pytest.mark.usefixtures("place")
+def test_losses_of_rows_that_are_predicted_well_keep_their_digits() -> None:
+    """PyTorch's `binary_cross_entropy_with_logits` has five of the seven digits of such a label of 0."""
+    logits = torch.tensor([-5.6232, -9.1, -14.5, -0.3], dtype=torch.float64)
+    for logit in logits:
+        for label, sign in ((0, 1), (1, -1)):
+            total, _ = BinaryLoss()(*of_place((sign * logit).float()[None], torch.tensor([label])))
+            expected = torch.nn.functional.softplus(logit.float().double())
+            torch.testing.assert_close(total.double().cpu(), expected, rtol=2e-7, atol=0)
+
+
 @every_loss
 @given(batch=batches())
 def test_rows_that_do_not_count_change_nothing(name: str, batch: dict[str, Any]) -> None:

@@ -68,7 +68,8 @@ def compare(name: str, tolerance: float, **how: Any) -> None:
         found, expected = seeded(compiled, features), seeded(model, features)
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
         ours, theirs = (torch.autograd.grad(x.square().sum(), leaf)[0] for x in (found, expected))
-        torch.testing.assert_close(ours, theirs, rtol=10 * tolerance, atol=tolerance)
+        # Digits of a sum are those of its largest parts.
+        torch.testing.assert_close(ours, theirs, rtol=10 * tolerance, atol=tolerance * max(1.0, float(theirs.abs().max())))
 
 
 @pytest.mark.gpu

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jagged.ops.cross_entropy.triton import chunked
+from jagged.ops.grouped_linear import torch_impl as grouped_products
 from tests.ops.families import long_step, small_steps, update_steps
 
 FINISHED = "every family ran"
@@ -43,7 +44,17 @@ def written_again(product: Callable[..., None]) -> Callable[..., None]:
     return add_product
 
 
-PRODUCT = chunked._add_product
+def copied(layer: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same layer of groups, its product written once more by a copy: initcheck reported rows of it, 64 bytes each."""
+
+    def grouped_linear(x: Any, options: Any) -> Any:
+        out = layer(x, options)
+        return out._replace(output=out.output.clone())
+
+    return grouped_linear
+
+
+PRODUCT, LAYER = chunked._add_product, grouped_products.grouped_linear
 
 
 @triton.jit
@@ -140,6 +151,7 @@ PLANTED: dict[str, dict[str, Callable[[], None]]] = {
 
 def main(tool: str, *families: str) -> None:
     chunked._add_product = written_again(PRODUCT)
+    grouped_products.grouped_linear = copied(LAYER)
     updates = [] if families and "group_sparse" not in families else update_steps()
     # Racecheck takes rows that TMA writes, and barriers in shared memory announce, for races.
     long = [long_step()] if tool == "memcheck" else []
