@@ -210,6 +210,17 @@ def trained(
     return torch.stack(losses).tolist(), torch.stack(rows).tolist(), states, engine
 
 
+def without_keys(name: str, of: torch.Tensor) -> torch.Tensor:
+    """A state, but for the part that is of a bias of attention's keys: no softmax has it, and AdamW makes steps of roundings."""
+    if not of.dim():
+        # The number of steps.
+        return of
+    if name.endswith("qkv_projection.bias"):
+        queries, _, values = of.chunk(3)
+        return torch.cat([queries, values])
+    return of.chunk(2)[1] if name.endswith("kv_projection.bias") else of
+
+
 OPTIMIZERS = [
     {"table_optimizer": "rowwise-adagrad"},
     {"table_optimizer": "sparse-adamw", "gradient_clip_norm": 0.5},
@@ -229,9 +240,8 @@ def test_trains_as_batches_do_that_nothing_fills(monkeypatch: pytest.MonkeyPatch
     assert losses == pytest.approx(expected, rel=1e-4)
     assert rows == pytest.approx(expected_rows)
     for key, of in wanted.items():
-        # Gradients that are 0 but for roundings, as of keys' biases, AdamW makes large.
-        atol = 1e-5 if "bags" in key or "sequences" in key else 2e-3
-        torch.testing.assert_close(states[key], of, rtol=1e-3, atol=atol, msg=lambda text, key=key: f"{key}: {text}")
+        found, of = (without_keys(key, each) for each in (states[key], of))
+        torch.testing.assert_close(found, of, rtol=1e-3, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}")
     assert engine.samples == other.samples
     graphs = engine._step._graphs
     assert isinstance(graphs, Launched)
@@ -266,7 +276,8 @@ def test_graphs_train_as_single_launches_do(name: str, options: dict[str, Any]) 
     assert losses == pytest.approx(expected, rel=2e-3)
     assert rows == pytest.approx(expected_rows)
     for key, of in wanted.items():
-        torch.testing.assert_close(states[key], of, rtol=0.02, atol=2e-3, msg=lambda text, key=key: f"{key}: {text}")
+        found, of = (without_keys(key, each) for each in (states[key], of))
+        torch.testing.assert_close(found, of, rtol=0.02, atol=2e-3, msg=lambda text, key=key: f"{key}: {text}")
     graphs = engine._step._graphs
     assert isinstance(graphs, GraphedSteps)
     assert 1 <= len(graphs._graphs) < len(losses)
