@@ -60,14 +60,18 @@ def keep_for_readers(parts: Sequence[Awaitable[Tensor]]) -> None:
     TorchRec's fused pipeline looks up on another stream. In evaluation the host lets go of rows that are still being read, and
     the next batch's lookup would get their memory.
     """
-
-    def kept(rows: Tensor) -> Tensor:
-        if rows.device.type != "cpu":
-            rows.record_stream(torch.get_device_module(rows.device).current_stream())
-        return rows
-
     for part in parts:
-        part.callbacks.append(kept)
+        # What other processes have sent is put together by who waits.
+        received = getattr(getattr(part, "_tensor_awaitable", None), "tensor", None)
+        # First of all: other callbacks read as well.
+        part.callbacks.insert(0, functools.partial(_kept, received))
+
+
+def _kept(received: Tensor | None, rows: Tensor) -> Tensor:
+    for read in (received, rows):
+        if isinstance(read, Tensor) and read.device.type != "cpu":
+            read.record_stream(torch.get_device_module(read.device).current_stream())
+    return rows
 
 
 def checked_plan(

@@ -44,6 +44,27 @@ def is_sampled(batch: Any) -> bool:
     return any(found)
 
 
+def _record(part: Any, stream: torch.Stream, seen: set[int]) -> None:
+    """Of whatever has been moved, also inside of what moves by a `to` of its own and records nothing."""
+    if id(part) in seen:
+        return
+    seen.add(id(part))
+    if hasattr(part, "record_stream"):
+        part.record_stream(stream)
+        return
+    inside: Any = ()
+    if isinstance(part, Mapping):
+        inside = part.values()
+    elif isinstance(part, (list, tuple)):
+        inside = part
+    elif dataclasses.is_dataclass(part) and not isinstance(part, type):
+        inside = [getattr(part, field.name, None) for field in dataclasses.fields(part)]
+    elif hasattr(part, "to"):
+        inside = getattr(part, "__dict__", {}).values()
+    for value in [*inside]:
+        _record(value, stream, seen)
+
+
 class Carried(Pipelineable):  # type: ignore[misc]
     """A batch of any make as TorchRec's pipelines carry it.
 
@@ -60,13 +81,7 @@ class Carried(Pipelineable):  # type: ignore[misc]
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory until work queued on `stream` is done."""
-
-        def record(part: Any) -> Any:
-            if hasattr(part, "record_stream"):
-                part.record_stream(stream)
-            return part
-
-        each(self.batch, record)
+        _record(self.batch, stream, set())
 
     def pin_memory(self) -> Carried:
         """The batch in page-locked memory."""

@@ -242,8 +242,11 @@ class Batch:
         """Keep the memory until work queued on `stream` is done."""
         if self._together is not None:
             self._together[0].memory.record_stream(stream)
-            return
-        self._mapped(lambda value: value.record_stream(stream))
+        for one in fields(self):
+            value = getattr(self, one.name)
+            # Of what lies together KeyedJaggedTensors have more: lengths that are all 1, and what was worked out since.
+            if value is not None and not isinstance(value, bool) and (self._together is None or not isinstance(value, Tensor)):
+                value.record_stream(stream)
 
 
 class Layout(NamedTuple):

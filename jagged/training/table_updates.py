@@ -270,7 +270,7 @@ def update_tables_in_backward(task: nn.Module, config: TrainerConfig, world_size
     dense counterpart is refused there.
 
     Returns:
-        RowUpdates: of the collections; None where all tables have dense gradients.
+        RowUpdates: of the collections; None where all tables have dense gradients, or there are none.
 
     Raises:
         TrainingError: an option of rows alone, and a task or a number of processes that has none.
@@ -288,7 +288,14 @@ def update_tables_in_backward(task: nn.Module, config: TrainerConfig, world_size
                 f"got {found}; {shared}{_cure(option)}"
             )
         return None
-    if not all(task.get_parameter(name).requires_grad for name in table_names(task)):
+    if not (names := table_names(task)):
+        if option is not None:
+            raise TrainingError(
+                f"{option}: {getattr(config, option)} updates rows of tables, got a {type(task).__name__} without tables of ids; "
+                f"{_cure(option)}"
+            )
+        return None
+    if not all(task.get_parameter(name).requires_grad for name in names):
         if option is not None:
             raise TrainingError(
                 f"{option}: {getattr(config, option)} updates tables that all learn, got some that are frozen; {_cure(option)}"

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.data import DataError
 from jagged.data.encoding import Encoders
@@ -150,6 +151,41 @@ def test_a_part_is_sent_and_workers_need_no_torchrec(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(("names", "changed"), [((), False), (("liked", "genres"), False), (("liked",), True)])
+def test_all_of_a_batch_is_recorded_on_a_stream(monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...], changed: bool) -> None:
+    """Lengths of keys with one id each, too, which are in no memory of the others."""
+    split = shop("user", "item", "time", "type", *names, "click")
+    batch = split.train.gather(range(6)).to(torch.device("cpu"))
+    if changed:
+        batch.weights = batch.weights * 2
+    kept = [value for value in vars(batch).values() if isinstance(value, torch.Tensor)]
+    for value in vars(batch).values():
+        if isinstance(value, KeyedJaggedTensor):
+            kept += [of for of in (value.values(), value.lengths(), value.offsets(), value.weights_or_none()) if of is not None]
+    recorded: set[int] = set()
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda of, _: recorded.add(of.untyped_storage().data_ptr()))
+    batch.record_stream(None)  # type: ignore[arg-type]
+    assert {of.untyped_storage().data_ptr() for of in kept} <= recorded
+
+
+@pytest.mark.gpu
+def test_a_batch_that_is_let_go_is_not_written_over_while_it_is_read() -> None:
+    batch = shop("user", "item", "time", "type", "click").train.gather(range(6)).pin_memory()
+    device, copying = torch.device("cuda"), torch.cuda.Stream()
+    with torch.cuda.stream(copying):
+        moved = batch.to(device, non_blocking=True)
+    torch.cuda.current_stream().wait_stream(copying)
+    moved.record_stream(torch.cuda.current_stream())
+    # What reads it begins when the host has let it go.
+    torch.cuda._sleep(100_000_000)
+    found = moved.features.lengths().clone()
+    del moved
+    with torch.cuda.stream(copying):
+        taken = [torch.full_like(found, 7) for _ in range(256)]
+    assert torch.equal(found.cpu(), batch.features.lengths())
+    assert len(taken) == 256
 
 
 def test_a_part_goes_to_a_worker_and_to_other_devices_and_tells_its_batches_apart() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
-from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineFusedSparseDist, TrainPipelineSemiSync
 from torchrec.distributed.types import ShardingPlan
@@ -88,11 +88,12 @@ def batches(device: torch.device) -> list[KeyedJaggedTensor]:
     return [KeyedJaggedTensor(["item_id"], of, lengths=torch.full((10,), 3)).to(device) for of in ids]
 
 
-def sharded(kind: str, options: dict[str, Any]) -> DistributedModelParallel:
+def sharded(kind: str, options: dict[str, Any], by: Any = table_wise) -> DistributedModelParallel:
     torch.manual_seed(0)
     model: Any = Model(kind, options)
     sharder: Any = ScheduledEmbeddingBagCollectionSharder() if kind == "bags" else ScheduledEmbeddingCollectionSharder()
-    plan = construct_module_sharding_plan(model.tables, {"item": table_wise(rank=0)}, sharder, 1, 1, PLACE.device.type)
+    places = {"item": table_wise(rank=0) if by is table_wise else by()}
+    plan = construct_module_sharding_plan(model.tables, places, sharder, 1, 1, PLACE.device.type)
     plans = ShardingPlan({"tables": plan})
     return DistributedModelParallel(model, device=PLACE.device, plan=plans, sharders=[sharder], init_parameters=False)
 
@@ -151,11 +152,12 @@ def test_pipelines_that_look_up_ahead_of_the_update_are_refused(
     assert str(error.value) == message
 
 
+@pytest.mark.parametrize("by", [table_wise, row_wise], ids=["table-wise", "row-wise"])
 @pytest.mark.parametrize("kind", ["bags", "sequences"])
-def test_evaluation_looks_up_in_any_pipeline(kind: str) -> None:
+def test_evaluation_looks_up_in_any_pipeline(kind: str, by: Any) -> None:
     """Nothing is updated that a lookup could be ahead of; no batch gets memory that the one before is still read from."""
     with process_group(PLACE.device):
-        model = sharded(kind, {}).eval()
+        model = sharded(kind, {}, by).eval()
         with torch.no_grad():
             expected = [model(features)[1] for features in batches(PLACE.device)]
             made, feed = TrainPipelineFusedSparseDist(model, rest_of(model), PLACE.device), iter(batches(HOST))

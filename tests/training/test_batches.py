@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from collections import UserDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -267,6 +269,36 @@ def test_a_carried_batch_does_to_its_parts_what_pipelines_ask() -> None:
     Carried([part, "word"]).record_stream("stream 1")  # type: ignore[arg-type]
     assert Carried((part, 2)).pin_memory().batch == (part, 2)
     assert told == [("cpu", True), ("stream", "stream 1"), "pinned"]
+
+
+def test_what_moves_by_a_to_of_its_own_is_recorded_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classes whose `to` moves tensors and who record nothing: their memory would go to the next batch while it is read."""
+
+    class Encoding(UserDict[str, Any]):
+        def to(self, device: Any, **_: Any) -> Encoding:
+            return Encoding({name: value.to(device) for name, value in self.items()})
+
+    class Held:
+        def __init__(self, x: Tensor) -> None:
+            self.inside, self.again = {"x": [x]}, self
+
+        def to(self, device: Any, **_: Any) -> Held:
+            return Held(self.inside["x"][0].to(device))
+
+    @dataclasses.dataclass
+    class Worked:
+        x: Tensor
+        doubled: Tensor = dataclasses.field(init=False)
+
+        def __post_init__(self) -> None:
+            self.doubled = 2 * self.x
+
+    recorded: list[int] = []
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, _: recorded.append(id(tensor)))
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2, 3)])
+    x, y, worked = torch.ones(1), torch.ones(2), Worked(torch.ones(3))
+    Carried([packed, Encoding(x=x), Held(y), worked]).record_stream("stream 1")  # type: ignore[arg-type]
+    assert set(recorded) == {id(of) for of in (packed.data, packed.batch_sizes, x, y, worked.x, worked.doubled)}
 
 
 def test_only_what_pipelines_do_not_take_is_wrapped() -> None:

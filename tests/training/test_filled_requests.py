@@ -189,15 +189,24 @@ class Launched:
 
 
 def trained(
-    name: str, split: Split, config: TrainerConfig, device: torch.device, *, by_graphs: bool, precision: str = "32-true"
+    name: str,
+    split: Split,
+    config: TrainerConfig,
+    device: torch.device,
+    *,
+    by_graphs: bool,
+    precision: str = "32-true",
+    **of_model: Any,
 ) -> tuple[Any, ...]:
     """Losses, states and the engine of two epochs."""
-    options = {**VARIANTS[name][2]}
+    options = {**VARIANTS[name][2], **of_model}
     torch.manual_seed(0)
     kind = options.pop("class", RankingModel)
     model = kind.of(split, **{"embedding_dim": 8, **COMMON[kind], **options})
     with process_group(device) as processes, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jagged.training.engine.graphs_serve", lambda *_: by_graphs)
+        if device.type == "cpu":
+            patch.setattr("jagged.training.engine.graphs_serve", lambda *_: by_graphs)
+        config = config.model_copy(update={"cuda_graphs": by_graphs})
         engine = Engine(model.to(device), config, precision, processes)
         losses, rows = [], []
         for epoch in range(2):
@@ -268,11 +277,30 @@ def test_trains_in_mixed_precision_as_batches_do_that_nothing_fills(monkeypatch:
 @pytest.mark.parametrize("options", OPTIMIZERS, ids=lambda of: of["table_optimizer"])
 @pytest.mark.parametrize("name", ["everything", "everything by dots", "dlrm", "dcnv2", "wukong", "experts of tasks", "dlrm-hstu"])
 def test_graphs_train_as_single_launches_do(name: str, options: dict[str, Any]) -> None:
+    check_graphs(name, options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name",
+    ["weights", "a list alone", "lists as histories", "dlrm-hstu of lists and events", "numbers alone"],
+)
+def test_graphs_train_on_other_tables_as_single_launches_do(name: str) -> None:
+    check_graphs(name, OPTIMIZERS[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("loss", ["listwise", "focal"])
+def test_graphs_train_by_other_losses_as_single_launches_do(loss: str) -> None:
+    check_graphs("plain", OPTIMIZERS[0], loss=loss)
+
+
+def check_graphs(name: str, options: dict[str, Any], **of_model: Any) -> None:
     split = shop(*VARIANTS[name][0], **VARIANTS[name][1], requests=90)
     device = torch.device("cuda", torch.cuda.current_device())
     config = TrainerConfig(device="cuda", learning_rate=0.01, table_learning_rate=0.05, **options)
-    losses, rows, states, engine = trained(name, split, config, device, by_graphs=True)
-    expected, expected_rows, wanted, _ = trained(name, split, config, device, by_graphs=False)
+    losses, rows, states, engine = trained(name, split, config, device, by_graphs=True, **of_model)
+    expected, expected_rows, wanted, _ = trained(name, split, config, device, by_graphs=False, **of_model)
     assert losses == pytest.approx(expected, rel=2e-3)
     assert rows == pytest.approx(expected_rows)
     for key, of in wanted.items():

@@ -393,6 +393,28 @@ def test_tables_of_other_models_have_dense_gradients(processes: Processes) -> No
     )
 
 
+@pytest.mark.parametrize("optimizer", ["adagrad", "rowwise-adagrad", "sgd"])
+def test_a_model_without_tables_trains_whatever_tables_would_have(processes: Processes, optimizer: str) -> None:
+    split = shop("time", "age", "sizes", "click")
+    losses = []
+    for name in (optimizer, "adamw"):
+        torch.manual_seed(0)
+        engine = Engine(RankingModel.of(split), config(name), "32-true", processes)
+        batches = split.train.loader(batch_size=16, shuffle=False, progress=False)
+        losses.append([float(one.loss) for one in engine.steps(iter(batches))])
+    assert losses[0] == losses[1]
+    assert losses[0][0] != losses[0][-1]
+
+
+def test_options_of_rows_are_refused_without_tables(processes: Processes) -> None:
+    with pytest.raises(TrainingError) as caught:
+        Engine(RankingModel.of(shop("time", "age", "sizes", "click")), config("sparse-adamw"), "32-true", processes)
+    assert str(caught.value) == (
+        "table_optimizer: sparse-adamw updates rows of tables, got a RankingModel without tables of ids; "
+        "take adagrad, rowwise-adagrad, sgd or adamw"
+    )
+
+
 def test_a_gradient_by_another_way_is_refused(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing would apply it."""
     monkeypatch.setattr(SASRec, "item_weight", SASRec.item_table)
