@@ -287,7 +287,7 @@ class LoopOptions(Section):
     monitor_goal: Literal["auto", "max", "min"] = option(
         "auto", "whether more or less is better; auto: less for losses and errors, else more"
     )
-    cuda_graphs: bool = option(True, "on one GPU, replay steps as CUDA graphs, with less than 1/16 of rows filled up")
+    cuda_graphs: bool = option(True, "on one GPU, replay steps as CUDA graphs, with rows filled up to a graph's size")
     release_memory: bool = option(
         False, "on a CPU, give memory of large tensors back at once (glibc): much less of it where sizes vary, and slower steps"
     )

@@ -115,6 +115,11 @@ class SequenceSizes(NamedTuple):
         return FilledSequences.empty(size, self.num_items, device, tuple(batch.features.keys()))
 
 
+def room_for_more(requests: float) -> float:
+    """How much larger a new size is than the batch that it is made for: the sum of n lengths varies by some `1 / sqrt(n)`."""
+    return min(_MOST_MORE, max(_LEAST_MORE, 2 / math.sqrt(requests)))
+
+
 class _Part(NamedTuple):
     """Rows, cut among samples."""
 
@@ -167,13 +172,10 @@ class Sizes(NamedTuple):
             yield from (_Part(self.samples(name), count) for count in counts)
 
     def more(self) -> Sizes:
-        """A size with room for this batch and others like it.
-
-        The sum of lengths of n requests varies by some `1 / sqrt(n)`, of which it has twice.
-        """
+        """A size with room for this batch and others like it."""
         if all(part.rows in (0, part.samples) for part in self.parts()):
             return self
-        share = min(_MOST_MORE, max(_LEAST_MORE, 2 / math.sqrt(self.requests)))
+        share = room_for_more(self.requests)
         requests = self.requests + math.ceil(share * self.requests)
         # Keys with an id a candidate, or an event, are as long as these are, in every batch and in every size.
         candidates, events = (_Part(self.requests, of).more(share, requests) for of in (self.candidates, self.events))

@@ -22,6 +22,7 @@ from jagged.modules.trained_tables import TrainedTables
 from jagged.ops.sampled_cross_entropy.api import MOST_GATHERED
 from jagged.scoring import DEFAULT_MAX_BYTES
 from jagged.training.display import memory_in_use
+from jagged.training.filled import room_for_more
 from jagged.training.graphs import graphs_serve
 from jagged.training.optimizer import table_names, updated_heads
 from jagged.training.processes import Processes
@@ -201,6 +202,8 @@ def forecast_requests(
     # Four standard deviations above the mean, and never more than can be.
     most = tokens + 4 * float(rows.std(correction=0)) * math.sqrt(samples)
     most = min(most, float(of.max_tokens or of.batch_size * float(rows.max())))
+    if graphs := graphs_serve(config.trainer, task, processes):
+        most *= 1 + room_for_more(samples)
     # Never more than a batch, for whose rows a cache may have just room.
     probe = part.gather(
         range(min(_PROBE_SAMPLES, len(rows), of.batch_size)), max_history=config.data.max_history, **config.data.drawing()
@@ -220,7 +223,7 @@ def forecast_requests(
         evaluation=int(kept * tokens / samples * config.evaluation.eval_batch_size) + weights.whole,
         cached=weights.cached,
         host=weights.host,
-        graphs=False,
+        graphs=graphs,
         samples=samples,
         tokens=tokens,
         steps_per_epoch=steps,

@@ -10,19 +10,32 @@ import torch
 from torch import Tensor, nn
 
 from jagged.config import TrainerConfig
-from jagged.models import NextItemTask
+from jagged.models import DIN, REQUEST_MODELS, NextItemTask, RequestModel
 from jagged.modules import HeldUpdates
 from jagged.modules.trained_tables import TrainedTables
 from jagged.training.processes import Processes
+from jagged.training.table_updates import all_by_rows
 
 
 def graphs_serve(config: TrainerConfig, task: nn.Module, processes: Processes) -> bool:
     """Whether a run's steps are replayed as graphs.
 
-    Several processes exchange sizes through the host, which no graph can; a graph has one gradient, which is a whole step's.
+    Several processes exchange sizes through the host, which no graph can; a graph has one gradient, which is a whole step's. Of
+    requests' models tables have to be updated row by row, and from the device: gradients of whole ones would stay between steps.
     """
     alone_on_gpu = processes.world_size == 1 and processes.device.type == "cuda"
-    return config.cuda_graphs and config.accumulate == 1 and alone_on_gpu and isinstance(task, NextItemTask)
+    if not (config.cuda_graphs and config.accumulate == 1 and alone_on_gpu):
+        return False
+    if isinstance(task, RequestModel):
+        return config.table_cache_bytes is None and all_by_rows(task, config, 1) and _has_sizes_of_batches(task)
+    return isinstance(task, NextItemTask)
+
+
+def _has_sizes_of_batches(task: RequestModel) -> bool:
+    """Whether all sizes of a step are known of its batch; numbers of pairs are others in each batch."""
+    # Classes of others may wait for the device.
+    is_known = type(task) in REQUEST_MODELS.values() and not isinstance(task, DIN)
+    return is_known and "pairwise" not in task.losses.values()
 
 
 class Filled(Protocol):

@@ -74,6 +74,11 @@ def updates_rows(task: nn.Module, config: LoopOptions, world_size: int) -> bool:
     return isinstance(task, RequestModel)
 
 
+def all_by_rows(task: nn.Module, config: LoopOptions, world_size: int) -> bool:
+    """Whether a task's tables are updated row by row."""
+    return updates_rows(task, config, world_size) and all(task.get_parameter(name).requires_grad for name in table_names(task))
+
+
 def keep_on_host(task: nn.Module, config: LoopOptions, world_size: int) -> None:
     """Let tables of which `table_cache_bytes` caches rows stay in the host's memory when the task is moved; else nothing.
 

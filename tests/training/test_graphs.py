@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from jagged.config import TrainerConfig
 from jagged.data import BatchLoader, SequenceBatch, split_leave_one_out, synthetic_sessions
 from jagged.data.batches import features_of
-from jagged.models import NextItemTask, build, build_head
+from jagged.models import DIN, REQUEST_MODELS, NextItemTask, RankingModel, RequestModel, build, build_head
 from jagged.training.engine import Engine
 from jagged.training.filled import FilledSequences, SequenceSizes, capacity
 from jagged.training.graphs import GraphedSteps, graphs_serve
+from jagged.training.optimizer import table_names
 from jagged.training.processes import process_group
+from tests.models.shops import shop
 from tests.training.support import flat_config, run, tiny_dataset
 
 NUM_ITEMS = 30
@@ -105,6 +107,27 @@ def test_which_runs_are_replayed() -> None:
     assert not serves(accumulate=2)
     assert not serves(cuda_graphs=False)
     assert not serves(task=torch.nn.Linear(2, 2))
+
+
+def test_which_runs_of_requests_are_replayed() -> None:
+    """Those whose sizes the host knows, and whose tables have no gradient of all rows."""
+    split = shop("user", "item", "time", "genres", "click", history="events")
+    processes: Any = SimpleNamespace(device=torch.device("cuda"), world_size=1)
+    by_rows = TrainerConfig(table_optimizer="rowwise-adagrad")
+
+    def serves(kind: type[RequestModel] = RankingModel, config: TrainerConfig = by_rows, **options: Any) -> bool:
+        return graphs_serve(config, kind.of(split, embedding_dim=8, **options), processes)
+
+    assert all(serves(kind) == (kind is not DIN) for kind in REQUEST_MODELS.values())
+    assert serves(loss="focal")
+    assert serves(loss="listwise")
+    assert not serves(loss="pairwise")
+    assert not serves(config=TrainerConfig(table_optimizer="adamw"))
+    assert not serves(config=TrainerConfig(table_optimizer="rowwise-adagrad", table_cache_bytes=1_000_000))
+    assert not serves(type("Theirs", (RankingModel,), {}))
+    frozen = RankingModel.of(split, embedding_dim=8)
+    frozen.get_parameter(min(table_names(frozen))).requires_grad_(False)
+    assert not graphs_serve(by_rows, frozen, processes)
 
 
 def engine_losses(
