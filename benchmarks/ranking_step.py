@@ -10,8 +10,9 @@ at 1,000) or even (100 to 300), of which padding makes little. Tables have 5.84 
 by a history and by an id of the candidate.
 
 `jagged` is `RankingModel` under the trainer's engine, in bfloat16 under autocast. Tables have fused row-wise Adagrad, all else
-has AdamW. `jagged_clipped` also clips the global norm, tables and all, which is the trainer's default and which updates in a
-backward pass cannot do.
+has AdamW. Steps are replayed as CUDA graphs, for which batches are filled up; `jagged_launched` launches kernel by kernel.
+`jagged_clipped` also clips the global norm, tables and all, which is the trainer's default and which updates in a backward pass
+cannot do.
 
 The others (`padded_ranking`) look ids up by TorchRec's collections and pad what comes out to the batch's longest history. Blocks
 attend causally without a mask, as padding stands behind; candidates attend with a mask of padding. Weights, layers, optimizers,
@@ -74,8 +75,12 @@ HISTORIES = [1_000_000, 100_000, 10_000]
 NUMBERS, TASKS = 10, ("click", "buy")
 IDS, LENGTHS = ("zipf", "uniform"), ("skewed", "even")
 HEADS = 2
-# Our sides, with the norm that gradients are clipped to.
-OURS = {"jagged": None, "jagged_clipped": 1.0}
+# Our sides, with options of the trainer.
+OURS: dict[str, dict[str, Any]] = {
+    "jagged": {"gradient_clip_norm": None},
+    "jagged_clipped": {"gradient_clip_norm": 1.0},
+    "jagged_launched": {"gradient_clip_norm": None, "cuda_graphs": False},
+}
 # Of logits of both sides in float32, relative to the norm.
 AGREEMENT = 1e-3
 BARS = {"speed": 2.0, "memory": 0.5, "loader": 0.05}
@@ -194,10 +199,10 @@ def ready(part: Part, batch: int, count: int, size: Size, epoch: int = 0, *, loc
 class Ours:
     """`RankingModel` under the trainer's engine."""
 
-    def __init__(self, model: RankingModel, processes: Processes, *, autocast: bool, clip: float | None = None) -> None:
+    def __init__(self, model: RankingModel, processes: Processes, *, autocast: bool, kind: str = "jagged") -> None:
         config = TrainerConfig(
             device=processes.device.type, table_optimizer="rowwise-adagrad", learning_rate=RATE, weight_decay=DECAY,
-            gradient_clip_norm=clip,
+            **OURS[kind],
         )  # fmt: skip
         self.engine = Engine(model, config, "bf16-mixed" if autocast else "32-true", processes)
 
@@ -267,7 +272,7 @@ def trainee_of(kind: str, part: Part, size: Size, seed: int, processes: Processe
     """A side, with the weights of a seed."""
     model, autocast = model_of(part, size, seed, processes.device), processes.device.type == "cuda"
     if kind in OURS:
-        return Ours(model, processes, autocast=autocast, clip=OURS[kind])
+        return Ours(model, processes, autocast=autocast, kind=kind)
     return Rival(kind, model, processes, autocast=autocast)
 
 
