@@ -287,7 +287,9 @@ class LoopOptions(Section):
     monitor_goal: Literal["auto", "max", "min"] = option(
         "auto", "whether more or less is better; auto: less for losses and errors, else more"
     )
-    cuda_graphs: bool = option(True, "on one GPU, replay steps as CUDA graphs, with rows filled up to a graph's size")
+    cuda_graphs: bool | None = option(
+        None, "on one GPU, replay steps as CUDA graphs; none: of models of next items, whose rows are filled up by less than 1/16"
+    )
     release_memory: bool = option(
         False, "on a CPU, give memory of large tensors back at once (glibc): much less of it where sizes vary, and slower steps"
     )

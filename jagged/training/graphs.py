@@ -24,18 +24,19 @@ def graphs_serve(config: TrainerConfig, task: nn.Module, processes: Processes) -
     requests' models tables have to be updated row by row, and from the device: gradients of whole ones would stay between steps.
     """
     alone_on_gpu = processes.world_size == 1 and processes.device.type == "cuda"
-    if not (config.cuda_graphs and config.accumulate == 1 and alone_on_gpu):
+    if config.cuda_graphs is False or config.accumulate > 1 or not alone_on_gpu:
         return False
     if isinstance(task, RequestModel):
-        return config.table_cache_bytes is None and all_by_rows(task, config, 1) and _has_sizes_of_batches(task)
+        by_rows = config.table_cache_bytes is None and all_by_rows(task, config, 1)
+        return config.cuda_graphs is True and by_rows and _has_sizes_of_batches(task)
     return isinstance(task, NextItemTask)
 
 
 def _has_sizes_of_batches(task: RequestModel) -> bool:
-    """Whether all sizes of a step are known of its batch; numbers of pairs are others in each batch."""
+    """Whether all sizes of a step are known of its batch, and may be larger."""
     # Classes of others may wait for the device.
     is_known = type(task) in REQUEST_MODELS.values() and not isinstance(task, DIN)
-    return is_known and "pairwise" not in task.losses.values()
+    return is_known and "pairwise" not in task.losses.values() and not task.inputs.candidate_lists
 
 
 class Filled(Protocol):
