@@ -10,9 +10,8 @@ at 1,000) or even (100 to 300), of which padding makes little. Tables have 5.84 
 by a history and by an id of the candidate.
 
 `jagged` is `RankingModel` under the trainer's engine, in bfloat16 under autocast. Tables have fused row-wise Adagrad, all else
-has AdamW. Steps are replayed as CUDA graphs, for which batches are filled up; `jagged_launched` launches kernel by kernel.
-`jagged_clipped` also clips the global norm, tables and all, which is the trainer's default and which updates in a backward pass
-cannot do.
+has AdamW. `jagged_clipped` also clips the global norm, tables and all, which is the trainer's default and which updates in a
+backward pass cannot do. `jagged_graphs` replays steps as CUDA graphs, for which batches are filled up.
 
 The others (`padded_ranking`) look ids up by TorchRec's collections and pad what comes out to the batch's longest history. Blocks
 attend causally without a mask, as padding stands behind; candidates attend with a mask of padding. Weights, layers, optimizers,
@@ -79,7 +78,7 @@ HEADS = 2
 OURS: dict[str, dict[str, Any]] = {
     "jagged": {"gradient_clip_norm": None},
     "jagged_clipped": {"gradient_clip_norm": 1.0},
-    "jagged_launched": {"gradient_clip_norm": None, "cuda_graphs": False},
+    "jagged_graphs": {"gradient_clip_norm": None, "cuda_graphs": True},
 }
 # Of logits of both sides in float32, relative to the norm.
 AGREEMENT = 1e-3

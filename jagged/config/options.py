@@ -288,7 +288,8 @@ class LoopOptions(Section):
         "auto", "whether more or less is better; auto: less for losses and errors, else more"
     )
     cuda_graphs: bool | None = option(
-        None, "on one GPU, replay steps as CUDA graphs; none: of models of next items, whose rows are filled up by less than 1/16"
+        None,
+        "on one GPU, replay steps as CUDA graphs; none: of models of next items alone; true: of requests, too, where it serves",
     )
     release_memory: bool = option(
         False, "on a CPU, give memory of large tensors back at once (glibc): much less of it where sizes vary, and slower steps"

@@ -353,8 +353,9 @@ class _Step(nn.Module):
         if graphs and isinstance(task, NextItemTask):
             sizes = SequenceSizes(task.model.config["num_items"])
             self._graphs = GraphedSteps(lambda batch: (self._task(batch).loss, None), sizes, task, processes.device, held)
-        elif graphs:
-            self._graphs = GraphedSteps(self._loss_and_rows, RequestSizes(), task, processes.device, held)
+        elif graphs and isinstance(task, RequestModel):
+            of_requests = RequestSizes(frozenset(task.inputs.list_histories))
+            self._graphs = GraphedSteps(self._loss_and_rows, of_requests, task, processes.device, held)
 
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, int | Tensor]]:
         # TorchRec's pipeline of sharded tables traces this.

@@ -121,21 +121,22 @@ def room_for_more(requests: float) -> float:
 
 
 class _Part(NamedTuple):
-    """Rows, cut among samples."""
+    """Rows, cut among samples, and whether attention costs the square of a sample's."""
 
     samples: int
     rows: int
+    is_attended: bool = False
 
     def more(self, share: float, samples: int) -> int:
         """How many rows a size of so many samples has; one a sample stays that."""
         return samples if self.rows == self.samples else self.rows + math.ceil(self.rows * share)
 
     def fills(self, own: _Part) -> bool:
-        """Whether what is missing to this size fits into the samples that are missing, none much longer than the mean one."""
+        """Whether what is missing to this size fits into the samples that are missing, attended ones none too long."""
         if own.rows == 0 or self.rows == own.rows:
             return self.rows == own.rows
         missing, mean = self.samples - own.samples, -(-own.rows // max(own.samples, 1))
-        return 0 < self.rows - own.rows <= missing * mean * _LONGEST
+        return missing > 0 and 0 < self.rows - own.rows <= (missing * mean * _LONGEST if self.is_attended else self.rows)
 
 
 class Sizes(NamedTuple):
@@ -146,12 +147,14 @@ class Sizes(NamedTuple):
         candidates: of all requests.
         events: of all histories of events, 0 without these.
         counts: of each KeyedJaggedTensor the ids of each key.
+        histories: places among the keys of `features` of lists that attention reads.
     """
 
     requests: int
     candidates: int
     events: int
     counts: dict[str, list[int]]
+    histories: frozenset[int] = frozenset()
 
     def samples(self, name: str) -> int:
         """Of a KeyedJaggedTensor."""
@@ -166,10 +169,11 @@ class Sizes(NamedTuple):
 
     def parts(self) -> Iterator[_Part]:
         """What is cut among what."""
-        yield _Part(self.requests, self.candidates)
-        yield _Part(self.requests, self.events)
+        yield _Part(self.requests, self.candidates, is_attended=True)
+        yield _Part(self.requests, self.events, is_attended=True)
         for name, counts in self.counts.items():
-            yield from (_Part(self.samples(name), count) for count in counts)
+            histories = self.histories if name == "features" else ()
+            yield from (_Part(self.samples(name), count, place in histories) for place, count in enumerate(counts))
 
     def more(self) -> Sizes:
         """A size with room for this batch and others like it."""
@@ -179,7 +183,7 @@ class Sizes(NamedTuple):
         requests = self.requests + math.ceil(share * self.requests)
         # Keys with an id a candidate, or an event, are as long as these are, in every batch and in every size.
         candidates, events = (_Part(self.requests, of).more(share, requests) for of in (self.candidates, self.events))
-        larger = Sizes(requests, candidates, events, {})
+        larger = Sizes(requests, candidates, events, {}, self.histories)
         for name, counts in self.counts.items():
             samples, now = self.samples(name), larger.samples(name)
             larger.counts[name] = [_Part(samples, count).more(share, now) for count in counts]
@@ -188,9 +192,8 @@ class Sizes(NamedTuple):
     def largest(self, other: Sizes) -> Sizes:
         """The larger of both in everything."""
         counts = {name: [max(pair) for pair in zip(of, other.counts[name], strict=True)] for name, of in self.counts.items()}
-        return Sizes(
-            max(self.requests, other.requests), max(self.candidates, other.candidates), max(self.events, other.events), counts
-        )
+        requests, candidates, events = map(max, self[:3], other[:3])
+        return Sizes(requests, candidates, events, counts, self.histories)
 
     def holds(self, own: Sizes) -> bool:
         """Whether a batch of size `own` is filled up to this one, by not too much."""
@@ -286,8 +289,10 @@ class FilledRequests:
         return Batch(**{**named, **self._plain, **keyed_tensors, "sampled": self._sampled})
 
 
-class RequestSizes:
-    """The sizes of batches of requests."""
+class RequestSizes(NamedTuple):
+    """The sizes of batches of requests, of which attention reads the keys `histories`."""
+
+    histories: frozenset[str] = frozenset()
 
     def of(self, batch: Batch) -> Sizes | None:
         """How large a loader's batch is; None where the host knows too little, as of candidates' lists among other ids."""
@@ -295,7 +300,8 @@ class RequestSizes:
             return None
         counts = {name: of.length_per_key() for name, of in _values_of(batch, KeyedJaggedTensor).items()}
         events = 0 if batch.history_times is None else batch.history_times.numel()
-        return Sizes(len(batch), batch.rows.numel(), events, counts)
+        histories = frozenset(place for place, key in enumerate(batch.features.keys()) if key in self.histories)
+        return Sizes(len(batch), batch.rows.numel(), events, counts, histories)
 
     def room(self, batch: Batch, size: Sizes, device: torch.device, others: Sequence[FilledRequests]) -> FilledRequests | None:
         """Memory for batches of this size and those of others, where that is not too much; None where there are many."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.config import MultiLabelConfig, RankingConfig, TrainConfig
 from jagged.config.options import LoopOptions
@@ -16,7 +17,7 @@ from jagged.data import BatchLoader, LabelBatch, MultiLabelRows, SequenceSplit
 from jagged.data.moving import moved
 from jagged.data.negatives import Drawing
 from jagged.evaluation import event_features, item_table, takes_times
-from jagged.models import NextItemTask
+from jagged.models import NextItemTask, RequestModel
 from jagged.modules import MixedSampler, SampledCrossEntropyHead
 from jagged.modules.trained_tables import TrainedTables
 from jagged.ops.sampled_cross_entropy.api import MOST_GATHERED
@@ -31,8 +32,11 @@ from jagged.training.table_updates import cache_budgets, state_bytes, updates_ro
 
 if TYPE_CHECKING:
     from jagged.data import Part
+    from jagged.data.table_batches import Batch
     from jagged.data.table_loader import RequestLoader
 
+# Sizes of graphs that a run on requests has, or fewer.
+_GRAPHS = 4
 # A probe of this many samples has every tensor of a step, and costs next to nothing.
 _PROBE_SAMPLES = 8
 # Of an item that a row scores, where the gradient is in factors: its number and factor, both again among those of lookups, and
@@ -52,16 +56,17 @@ class Forecast:
         elsewhere: the rows of tables that other processes keep. They are part of `present` too, and go before training.
         gradients: of the kept weights, and the second one that the item table has for a moment, from lookup and from scoring;
             with `graphs` a third. Where tables are updated row by row: of the rows that a step scores, once more while they are
-            put together with those that it reads, and once as each row's sum.
+            put together with those that it reads, and once as each row's sum. On requests with `graphs` also of all rows that
+            four graphs look up.
         cached: of tables in the host's memory, what rows on the device take, with the optimizer's states; on a GPU it is part of
             `present`.
         host: on a GPU, what such tables take of the host's memory: their weights, the best so far, and the optimizer's states.
         slices: how often a step makes the item table's gradient, slice by slice; 0 where it is kept.
         optimizer: AdamW's two moments, and what tables have by `table_optimizer`.
         activations: of a step of the most tokens: 1.6 times what it keeps for its backward, measured on a probe of this model;
-            the rest is for what the backward itself needs, and for gaps between freed blocks. With several processes also all
-            processes' hidden states at the head, their gradients, and these once more while they are exchanged; and the items
-            that a sampled head fetches.
+            the rest is for what the backward itself needs, and for gaps between freed blocks. On requests with `graphs` twice
+            that. With several processes also all processes' hidden states at the head, their gradients, and these once more while
+            they are exchanged; and the items that a sampled head fetches.
         checkpoint: on the CPU, what the first process holds for a checkpoint; of several processes whole item tables: weights,
             moments, the best.
         evaluation: the bound on scores while evaluating, and with several processes a whole item table.
@@ -211,14 +216,16 @@ def forecast_requests(
     probed = max(1, int(rows[: len(probe)].sum()))
     kept = _kept_bytes(task, probe.to(device), config.precision, device) / probed
     weights = _Weights.of(task, of, processes, most)
+    # Each graph keeps the gradients of what it looks up, and the first step of one runs beside those that there are.
+    held = int(_GRAPHS * most * _lookup_bytes(cast(RequestModel, task), probe) / probed) if graphs else 0
     return Forecast(
         device=device.type,
         present=memory_in_use(device),
         parameters=weights.parameters,
         elsewhere=weights.elsewhere,
-        gradients=weights.gradients,
+        gradients=weights.gradients + held,
         optimizer=weights.optimizer,
-        activations=int(1.6 * most * kept) + weights.exchanged,
+        activations=int(1.6 * most * kept) * (2 if graphs else 1) + weights.exchanged,
         checkpoint=weights.checkpoint,
         evaluation=int(kept * tokens / samples * config.evaluation.eval_batch_size) + weights.whole,
         cached=weights.cached,
@@ -357,6 +364,16 @@ def _bytes_per_token(config: TrainConfig, split: SequenceSplit, task: nn.Module,
     )
     batch = next(iter(probe)).to(device)
     return _kept_bytes(task, batch, precision, device) / max(1, batch.targets.numel())
+
+
+def _lookup_bytes(task: RequestModel, batch: Batch) -> int:
+    """Gradients of all rows that a batch looks up, with their numbers and places."""
+    tables: Any = [*task.bags.values(), *task.sequences]
+    configs = [one for of in tables for one in (getattr(of, "embedding_bag_configs", None) or of.embedding_configs)()]
+    width_of = {key: config.embedding_dim for config in configs for key in config.feature_names}
+    keyed = [value for value in vars(batch).values() if isinstance(value, KeyedJaggedTensor)]
+    counts = [pair for of in keyed for pair in zip(of.keys(), of.length_per_key(), strict=True)]
+    return sum(count * (4 * width_of[key] + 16) for key, count in counts if key in width_of)
 
 
 def _kept_bytes(task: nn.Module, batch: Any, precision: str, device: torch.device) -> int:

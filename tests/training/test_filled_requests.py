@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,15 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import jagged
 from jagged.config import TrainerConfig
 from jagged.data.table_splits import Split
 from jagged.models import RankingModel
 from jagged.training.engine import Engine
 from jagged.training.filled import FilledRequests, RequestSizes, Sizes
+from jagged.training.forecast import _lookup_bytes
 from jagged.training.graphs import GraphedSteps
 from jagged.training.processes import process_group
 from tests.models.shops import shop
 from tests.models.test_ranking import COMMON, VARIANTS, doubled, gradients, of_variant
+from tests.training.test_table_cache import TABLE, run_config
 
 #: But for models of candidates' lists in shared tables, whose batches run without a graph.
 FILLED = [name for name in VARIANTS if "shared" not in name]
@@ -108,8 +112,8 @@ def test_a_size_holds_what_it_was_made_for(own: Sizes) -> None:
     assert own == larger or not own.holds(larger)
 
 
-def of_lists(count: int, ids: int) -> Sizes:
-    return Sizes(count, count, 0, {"features": [count, ids]})
+def of_lists(count: int, ids: int, *, attended: bool = True) -> Sizes:
+    return Sizes(count, count, 0, {"features": [count, ids]}, frozenset([1] if attended else []))
 
 
 def test_what_a_size_holds() -> None:
@@ -123,6 +127,11 @@ def test_what_a_size_holds() -> None:
     assert size.holds(of_lists(1000, 180_000))
     assert not size.holds(of_lists(1000, 175_000))
     assert not size.holds(of_lists(1063, 200_000))
+    # Of a list that is pooled, length by length, one sample may have all that is missing; but there has to be one.
+    pooled = of_lists(1000, 200_000, attended=False).more()
+    assert pooled.holds(of_lists(1063, 200_000, attended=False))
+    assert not pooled.holds(of_lists(1064, 200_000, attended=False))
+    assert not pooled.holds(of_lists(700, 155_000, attended=False))
     # No id is there that could be repeated.
     assert not of_lists(10, 12).holds(of_lists(9, 0))
 
@@ -271,6 +280,38 @@ def test_trains_in_mixed_precision_as_batches_do_that_nothing_fills(monkeypatch:
     assert error > 0
     assert found[0] == pytest.approx(wanted[0], abs=2 * error)
     assert found[1] == pytest.approx(wanted[1])
+
+
+def test_the_forecast_counts_what_graphs_keep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def forecast() -> Any:
+        return jagged.train(run_config(tmp_path, 1, table_cache_bytes=None), TABLE, dry_run=True).forecast
+
+    launched = forecast()
+    assert not launched.graphs
+    monkeypatch.setattr("jagged.training.forecast.graphs_serve", lambda *_: True)
+    replayed = forecast()
+    assert replayed.graphs
+    # A batch that is filled up has 5 quarters of the rows at most; the first step of a graph runs beside others.
+    assert 2 * launched.activations < replayed.activations <= 2.5 * launched.activations
+    assert replayed.gradients > launched.gradients
+    assert replayed.peak > launched.peak + launched.activations
+
+
+@pytest.mark.parametrize("name", ["everything", "no history", "weights"])
+def test_gradients_of_all_that_is_looked_up_are_counted(splits: dict[str, Split], name: str) -> None:
+    split, model = of_variant(splits, name)
+    batch = split.train.gather(range(20))
+    model(batch)
+    widths = model.config["table_dims"]
+    inputs = model.inputs
+    tables = {**inputs.features, **inputs.weighted_features, **inputs.candidates, **inputs.weighted_candidates}
+    tables |= {**inputs.list_histories, **inputs.history, **inputs.history_lists, **inputs.candidate_ids}
+    expected = 0
+    for keyed in (batch.features, batch.weighted_features, batch.candidates, batch.weighted_candidates, batch.history_lists):
+        for key in [] if keyed is None else keyed.keys():
+            width = widths.get(tables[key], model.config["embedding_dim"])
+            expected += keyed[key].values().numel() * (4 * width + 16)
+    assert _lookup_bytes(model, batch) == expected > 0
 
 
 @pytest.mark.gpu

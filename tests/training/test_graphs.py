@@ -102,6 +102,7 @@ def test_which_runs_are_replayed() -> None:
         return graphs_serve(TrainerConfig(**options), task or NextItemTask(build("sasrec", num_items=5)), processes)
 
     assert serves()
+    assert serves(cuda_graphs=True)
     assert not serves("cpu")
     assert not serves(world_size=2)
     assert not serves(accumulate=2)
@@ -113,7 +114,7 @@ def test_which_runs_of_requests_are_replayed() -> None:
     """Those whose sizes the host knows, and whose tables have no gradient of all rows."""
     split = shop("user", "item", "time", "genres", "click", history="events")
     processes: Any = SimpleNamespace(device=torch.device("cuda"), world_size=1)
-    by_rows = TrainerConfig(table_optimizer="rowwise-adagrad")
+    by_rows = TrainerConfig(table_optimizer="rowwise-adagrad", cuda_graphs=True)
 
     def serves(kind: type[RequestModel] = RankingModel, config: TrainerConfig = by_rows, **options: Any) -> bool:
         return graphs_serve(config, kind.of(split, embedding_dim=8, **options), processes)
@@ -122,12 +123,16 @@ def test_which_runs_of_requests_are_replayed() -> None:
     assert serves(loss="focal")
     assert serves(loss="listwise")
     assert not serves(loss="pairwise")
-    assert not serves(config=TrainerConfig(table_optimizer="adamw"))
-    assert not serves(config=TrainerConfig(table_optimizer="rowwise-adagrad", table_cache_bytes=1_000_000))
+    for other in ({"table_optimizer": "adamw"}, {"table_cache_bytes": 1_000_000}, {"cuda_graphs": None}, {"cuda_graphs": False}):
+        assert not serves(config=by_rows.model_copy(update=other))
     assert not serves(type("Theirs", (RankingModel,), {}))
     frozen = RankingModel.of(split, embedding_dim=8)
     frozen.get_parameter(min(table_names(frozen))).requires_grad_(False)
     assert not graphs_serve(by_rows, frozen, processes)
+    # Without tables, and with candidates' lists among the ids of requests.
+    assert not graphs_serve(by_rows, RankingModel.of(shop("time", "age", "sizes", "click")), processes)
+    shared = shop("request", "user", "item", "time", "click", "tags", "styles")
+    assert not graphs_serve(by_rows, RankingModel.of(shared, embedding_dim=8), processes)
 
 
 def engine_losses(
