@@ -149,17 +149,18 @@ def readable_blocks(
             be told where it ends.
     """
     grammar = _Grammar(delimiter)
-    line, tail, has_header = 1, b"", False
+    line, tail, half, has_header = 1, b"", b"", False
     for number, (data, is_last) in enumerate(_and_last(stream(path, advance))):
-        data = (tail + data if number else data.removeprefix(MARK)).replace(b"\r\n", b"\n")
+        # Once each: of what is left of `\r\r\n` a second time would take both.
+        data = (half + data if number else data.removeprefix(MARK)).replace(b"\r\n", b"\n")
         # Half of a line break says nothing yet.
         half = b"\r" if data.endswith(b"\r") and not is_last else b""
-        data = data.removesuffix(half)
+        data = tail + data.removesuffix(half)
         if is_last:
             data = data.removesuffix(b"\n") + b"\n"
         rows = grammar.rows(path, data, line, is_last=is_last)
         check_length(path, line, rows.stop or len(data))
-        block, tail = data[: rows.stop], data[rows.stop :] + half
+        block, tail = data[: rows.stop], data[rows.stop :]
         if not block:
             continue
         faults = _faults(path, block, rows, line)

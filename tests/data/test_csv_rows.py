@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jagged.data import DataError, Dataset, csv_rows, files, read_events
@@ -229,6 +229,7 @@ PIECES = [b"a", b",", b'"', b"\n", b'"\n', b'","', b" ", b"\t", b"\r", b"\x00", 
 
 @settings(max_examples=EXAMPLES * 4)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=40), size=st.sampled_from([1, 5, 1 << 20]))
+@example(pieces=[b'"', b"\r", b"\r", b"\n", b'"'], size=1)
 def test_whatever_stands_there_rows_are_those_of_the_definition(
     tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], size: int
 ) -> None:
