@@ -136,7 +136,8 @@ class _Part(NamedTuple):
         if own.rows == 0 or self.rows == own.rows:
             return self.rows == own.rows
         missing, mean = self.samples - own.samples, -(-own.rows // max(own.samples, 1))
-        return missing > 0 and 0 < self.rows - own.rows <= (missing * mean * _LONGEST if self.is_attended else self.rows)
+        fits = not self.is_attended or self.rows - own.rows <= missing * mean * _LONGEST
+        return missing > 0 and self.rows > own.rows and fits
 
 
 class Sizes(NamedTuple):
