@@ -318,7 +318,14 @@ def test_any_text_is_shown(columns: dict[str, list[str | None]], data: st.DataOb
             for name, kind in kinds.items()
         )
     )
-    for inspection in (inspect_table(table), inspect_table(table, schema)):
+    inspections = [inspect_table(table, schema)]
+    try:
+        inspections.append(inspect_table(table))
+    except DataError as error:
+        # Of such a column nobody can tell whether it has numbers or lists of two ids.
+        assert "found a decimal comma in the column" in str(error)  # noqa: PT017 - most tables raise nothing
+        assert any(re.fullmatch(r"\s*[-+]?\d*,\d+\s*", value or "") for of in columns.values() for value in of)
+    for inspection in inspections:
         assert max(map(len, str(inspection).splitlines())) <= 120
         for figures in inspection.columns.values():
             unfit = [odd.count for odd in inspection.odd if odd.column == figures.column.name and odd.what.startswith("are no ")]
