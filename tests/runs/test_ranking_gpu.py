@@ -55,6 +55,37 @@ def test_a_run_on_the_gpu_repeats(tmp_path: Path) -> None:
         torch.testing.assert_close(value, weights[1][name], atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("precision", "dropout", "error"), [("32-true", 0.0, 2e-3), ("bf16-mixed", 0.0, 2e-2), ("32-true", 0.2, 0.1)]
+)
+def test_a_run_by_graphs_is_one_of_single_launches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, dropout: float, error: float
+) -> None:
+    """Validated, written down and resumed between replays; with one size alone, so that some batches run without a graph."""
+    monkeypatch.setattr("jagged.training.filled._MOST_SIZES", 1)
+    replays: list[int] = []
+    replay = torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (replays.append(1), replay(graph))[1])
+    losses, scores = {}, {}
+    for graphs in (False, True):
+        directory = tmp_path / str(graphs)
+        for epochs in (2, 3):
+            directory.mkdir(exist_ok=True)
+            given = config(directory).model_dump()
+            given["training"] |= {"table_optimizer": "rowwise-adagrad", "cuda_graphs": graphs, "max_epochs": epochs}
+            given["model"]["dropout"] = dropout
+            made = RankingConfig(**{**given, "device": "cuda", "precision": precision})
+            assert (len(replays) > 0) == (graphs and epochs == 3)
+            result = jagged.train(made, table(), resume=epochs == 3, progress=False)
+        losses[graphs] = [row["loss"] for row in result.history]
+        scores[graphs] = jagged.Ranker.from_pretrained(directory / "run").predict(table(), progress=False)["predicted_click"]
+    assert len(losses[True]) == 3
+    assert losses[True] == pytest.approx(losses[False], rel=error)
+    if not dropout:
+        np.testing.assert_allclose(scores[True].to_numpy(), scores[False].to_numpy(), atol=10 * error)
+    assert 0 < len(replays) < result.steps
+
+
 #: Models by name, and options that show more of them than their defaults do.
 OPTIONS: dict[str, dict[str, Any]] = {
     "ranking": {},
