@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.dist_data import PooledEmbeddingsAwaitable, SequenceEmbeddingsAwaitable
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineFusedSparseDist, TrainPipelineSemiSync
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import NoWait, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -26,6 +27,7 @@ from jagged.modules import (
     ScheduledEmbeddingCollection,
     ScheduledEmbeddingCollectionSharder,
 )
+from jagged.modules.table_sharding import keep_for_readers
 from jagged.training.processes import process_group
 from tests.places import PLACE
 
@@ -163,3 +165,20 @@ def test_evaluation_looks_up_in_any_pipeline(kind: str, by: Any) -> None:
             made, feed = TrainPipelineFusedSparseDist(model, rest_of(model), PLACE.device), iter(batches(HOST))
             found = [made.progress(feed) for _ in range(5)]
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def test_rows_are_kept_before_anything_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is looked up, before TorchRec puts it in order, and what other processes have sent, before it is put together."""
+    kept: list[tuple[Tensor | None, Tensor]] = []
+    monkeypatch.setattr("jagged.modules.table_sharding._kept", lambda received, rows: (kept.append((received, rows)), rows)[1])
+    rows, sent = torch.arange(6.0).view(3, 2), torch.ones(4)
+    exchange: Any = NoWait(rows)
+    exchange.tensor = sent
+    in_order = SequenceEmbeddingsAwaitable(NoWait(rows), torch.tensor([2, 0, 1]), 2)
+    keep_for_readers([in_order])
+    assert torch.equal(in_order.wait(), rows[[2, 0, 1]])
+    assert [(received, found is rows) for received, found in kept] == [(None, True)]
+    keep_for_readers(parts := [PooledEmbeddingsAwaitable(exchange)])
+    parts[0].wait()
+    assert kept[1][0] is sent
+    assert kept[1][1] is rows
