@@ -199,10 +199,10 @@ class Ours:
     """`RankingModel` under the trainer's engine."""
 
     def __init__(self, model: RankingModel, processes: Processes, *, autocast: bool, kind: str = "jagged") -> None:
+        options = OURS[kind] if processes.device.type == "cuda" else {**OURS[kind], "cuda_graphs": None}
         config = TrainerConfig(
-            device=processes.device.type, table_optimizer="rowwise-adagrad", learning_rate=RATE, weight_decay=DECAY,
-            **OURS[kind],
-        )  # fmt: skip
+            device=processes.device.type, table_optimizer="rowwise-adagrad", learning_rate=RATE, weight_decay=DECAY, **options
+        )
         self.engine = Engine(model, config, "bf16-mixed" if autocast else "32-true", processes)
 
     def steps(self, batches: Iterable[Any]) -> Generator[Tensor]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -421,6 +421,8 @@ def test_texts_become_values_by_the_field(name: str, text: str, expected: object
 
 @settings(deadline=None)
 @given(st.sampled_from(sorted(leaves())), st.text(max_size=40))
+@example("data.item_columns", "a\rb")
+@example("data.items_column", "a\u2028b")
 def test_any_text_is_a_value_or_a_named_refusal(name: str, text: str) -> None:
     try:
         TrainConfig.load(None, {name: parse_text(name, text)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
+from jagged.artifacts.errors import shown
 from jagged.config.section import Problem, Section, option
 
 # Metrics of which less is better, by the name before any cut-off.
@@ -36,7 +37,7 @@ class DataOptions(Section):
         """Columns are of a table."""
         for name in ("items_column", "item_columns"):
             if self.items is None and (found := getattr(self, name)):
-                told = found if isinstance(found, str) else ", ".join(found)
+                told = shown(found) if isinstance(found, str) else ", ".join(map(shown, found))
                 yield Problem(name, f"got {told} and no items, expected the table that has them")
 
     def reading(self) -> dict[str, Any]:
@@ -289,7 +290,7 @@ class LoopOptions(Section):
     )
     cuda_graphs: bool | None = option(
         None,
-        "on one GPU, replay steps as CUDA graphs; none: of models of next items alone; true: of requests, too, where it serves",
+        "on one GPU, replay steps as CUDA graphs; none: of models of next items, where they can be; true: of requests, too, or refuse",
     )
     release_memory: bool = option(
         False, "on a CPU, give memory of large tensors back at once (glibc): much less of it where sizes vary, and slower steps"

@@ -9,34 +9,59 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from jagged.artifacts.errors import shown
 from jagged.config import TrainerConfig
 from jagged.models import DIN, REQUEST_MODELS, NextItemTask, RequestModel
 from jagged.modules import HeldUpdates
 from jagged.modules.trained_tables import TrainedTables
+from jagged.training.errors import TrainingError
 from jagged.training.processes import Processes
 from jagged.training.table_updates import all_by_rows
 
 
 def graphs_serve(config: TrainerConfig, task: nn.Module, processes: Processes) -> bool:
-    """Whether a run's steps are replayed as graphs.
+    """Whether a run's steps are replayed as graphs: of models of next items where they can be, of requests where it is asked for.
+
+    Raises:
+        TrainingError: graphs are asked for where none can be.
+    """
+    if config.cuda_graphs is False:
+        return False
+    if (hindrance := _hindrance(config, task, processes)) is None:
+        return config.cuda_graphs is True or isinstance(task, NextItemTask)
+    if config.cuda_graphs is True:
+        found, expected = hindrance
+        raise TrainingError(f"cuda_graphs: got true with {found}, expected {expected}; leave it out")
+    return False
+
+
+def _hindrance(config: TrainerConfig, task: nn.Module, processes: Processes) -> tuple[str, str] | None:
+    """What keeps a run's steps from being graphs, and what it would have to be.
 
     Several processes exchange sizes through the host, which no graph can; a graph has one gradient, which is a whole step's. Of
     requests' models tables have to be updated row by row, and from the device: gradients of whole ones would stay between steps.
     """
-    alone_on_gpu = processes.world_size == 1 and processes.device.type == "cuda"
-    if config.cuda_graphs is False or config.accumulate > 1 or not alone_on_gpu:
-        return False
-    if isinstance(task, RequestModel):
-        by_rows = config.table_cache_bytes is None and all_by_rows(task, config, 1)
-        return config.cuda_graphs is True and by_rows and _has_sizes_of_batches(task)
-    return isinstance(task, NextItemTask)
-
-
-def _has_sizes_of_batches(task: RequestModel) -> bool:
-    """Whether all sizes of a step are known of its batch, and may be larger."""
+    if processes.device.type != "cuda":
+        return f"device {processes.device.type}", "cuda"
+    if processes.world_size > 1:
+        return f"{processes.world_size} processes", "one"
+    if config.accumulate > 1:
+        return f"accumulate {config.accumulate}", "1"
+    if isinstance(task, NextItemTask):
+        return None
     # Classes of others may wait for the device.
-    is_known = type(task) in REQUEST_MODELS.values() and not isinstance(task, DIN)
-    return is_known and "pairwise" not in task.losses.values() and not task.inputs.candidate_lists
+    if not isinstance(task, RequestModel) or type(task) not in REQUEST_MODELS.values() or isinstance(task, DIN):
+        return f"a {type(task).__name__}", "a NextItemTask, or a RequestModel of jagged.models but DIN"
+    if config.table_cache_bytes is not None:
+        return f"table_cache_bytes {config.table_cache_bytes}", "tables on the GPU"
+    if not all_by_rows(task, config, 1):
+        return f"table_optimizer {config.table_optimizer}", "tables that all learn, and row by row"
+    # Not all sizes of a step are known of its batch.
+    if "pairwise" in task.losses.values():
+        return "the loss pairwise", "binary, focal or listwise"
+    if task.inputs.candidate_lists:
+        return f"candidates' lists that share a table, as {shown(min(task.inputs.candidate_lists))}", "none"
+    return None
 
 
 class Filled(Protocol):

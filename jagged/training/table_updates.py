@@ -75,9 +75,9 @@ def updates_rows(task: nn.Module, config: LoopOptions, world_size: int) -> bool:
 
 
 def all_by_rows(task: nn.Module, config: LoopOptions, world_size: int) -> bool:
-    """Whether a task has tables, and they are updated row by row."""
+    """Whether all tables of a task, if it has some, are updated row by row."""
     tables = table_names(task)
-    return bool(tables) and updates_rows(task, config, world_size) and all(task.get_parameter(of).requires_grad for of in tables)
+    return not tables or (updates_rows(task, config, world_size) and all(task.get_parameter(of).requires_grad for of in tables))
 
 
 def keep_on_host(task: nn.Module, config: LoopOptions, world_size: int) -> None:

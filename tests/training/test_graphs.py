@@ -18,6 +18,7 @@ from jagged.data.batches import features_of
 from jagged.models import DIN, REQUEST_MODELS, NextItemTask, RankingModel, RequestModel, build, build_head
 from jagged.training.engine import Engine
 from jagged.training.filled import FilledSequences, SequenceSizes, capacity
+from jagged.training.errors import TrainingError
 from jagged.training.graphs import GraphedSteps, graphs_serve
 from jagged.training.optimizer import table_names
 from jagged.training.processes import process_group
@@ -94,6 +95,9 @@ def test_sizes_are_of_items_that_are_known() -> None:
     assert sizes.of(longer) is None
 
 
+PROCESSES: Any = SimpleNamespace(device=torch.device("cuda"), world_size=1)
+
+
 def test_which_runs_are_replayed() -> None:
     """One process on a GPU with a model of next items; several would have to tell each other sizes, which waits."""
 
@@ -103,36 +107,67 @@ def test_which_runs_are_replayed() -> None:
 
     assert serves()
     assert serves(cuda_graphs=True)
-    assert not serves("cpu")
-    assert not serves(world_size=2)
-    assert not serves(accumulate=2)
     assert not serves(cuda_graphs=False)
-    assert not serves(task=torch.nn.Linear(2, 2))
+    classes = "a NextItemTask, or a RequestModel of jagged.models but DIN"
+    hindered: list[tuple[dict[str, Any], str]] = [
+        ({"device": "cpu"}, "device cpu, expected cuda"),
+        ({"world_size": 2}, "2 processes, expected one"),
+        ({"accumulate": 2}, "accumulate 2, expected 1"),
+        ({"task": torch.nn.Linear(2, 2)}, f"a Linear, expected {classes}"),
+    ]
+    for given, told in hindered:
+        assert not serves(**given)
+        assert not serves(**given, cuda_graphs=False)
+        with pytest.raises(TrainingError) as refused:
+            serves(**given, cuda_graphs=True)
+        assert str(refused.value) == f"cuda_graphs: got true with {told}; leave it out"
 
 
 def test_which_runs_of_requests_are_replayed() -> None:
-    """Those whose sizes the host knows, and whose tables have no gradient of all rows."""
+    """Those that ask for it, whose sizes the host knows, and whose tables have no gradient of all rows."""
     split = shop("user", "item", "time", "genres", "click", history="events")
-    processes: Any = SimpleNamespace(device=torch.device("cuda"), world_size=1)
     by_rows = TrainerConfig(table_optimizer="rowwise-adagrad", cuda_graphs=True)
 
     def serves(kind: type[RequestModel] = RankingModel, config: TrainerConfig = by_rows, **options: Any) -> bool:
-        return graphs_serve(config, kind.of(split, embedding_dim=8, **options), processes)
+        return graphs_serve(config, kind.of(split, embedding_dim=8, **options), PROCESSES)
 
-    assert all(serves(kind) == (kind is not DIN) for kind in REQUEST_MODELS.values())
+    assert all(serves(kind) for kind in REQUEST_MODELS.values() if kind is not DIN)
     assert serves(loss="focal")
     assert serves(loss="listwise")
-    assert not serves(loss="pairwise")
-    for other in ({"table_optimizer": "adamw"}, {"table_cache_bytes": 1_000_000}, {"cuda_graphs": None}, {"cuda_graphs": False}):
-        assert not serves(config=by_rows.model_copy(update=other))
-    assert not serves(type("Theirs", (RankingModel,), {}))
+    for unasked in (None, False):
+        assert not serves(config=by_rows.model_copy(update={"cuda_graphs": unasked}))
+    # Without tables nothing has to be by rows.
+    numbers = RankingModel.of(shop("time", "age", "sizes", "click"))
+    for optimizer in ("rowwise-adagrad", "adamw"):
+        assert graphs_serve(by_rows.model_copy(update={"table_optimizer": optimizer}), numbers, PROCESSES)
+
+
+@pytest.mark.parametrize("asked", [True, None])
+def test_runs_of_requests_that_cannot_be_replayed_are_refused(asked: bool | None) -> None:
+    """Where graphs are asked for; else they run without."""
+    split = shop("user", "item", "time", "genres", "click", history="events")
+    shared = shop("request", "user", "item", "time", "click", "tags", "styles")
+    theirs = type("Theirs", (RankingModel,), {})
     frozen = RankingModel.of(split, embedding_dim=8)
     frozen.get_parameter(min(table_names(frozen))).requires_grad_(False)
-    assert not graphs_serve(by_rows, frozen, processes)
-    # Without tables, and with candidates' lists among the ids of requests.
-    assert not graphs_serve(by_rows, RankingModel.of(shop("time", "age", "sizes", "click")), processes)
-    shared = shop("request", "user", "item", "time", "click", "tags", "styles")
-    assert not graphs_serve(by_rows, RankingModel.of(shared, embedding_dim=8), processes)
+    classes, rows = "a NextItemTask, or a RequestModel of jagged.models but DIN", "tables that all learn, and row by row"
+    hindered: list[tuple[RequestModel, dict[str, Any], str]] = [
+        (DIN.of(split, embedding_dim=8), {}, f"a DIN, expected {classes}"),
+        (theirs.of(split, embedding_dim=8), {}, f"a Theirs, expected {classes}"),
+        (RankingModel.of(split, loss="pairwise"), {}, "the loss pairwise, expected binary, focal or listwise"),
+        (RankingModel.of(split), {"table_optimizer": "adamw"}, f"table_optimizer adamw, expected {rows}"),
+        (frozen, {}, f"table_optimizer rowwise-adagrad, expected {rows}"),
+        (RankingModel.of(split), {"table_cache_bytes": 1_000_000}, "table_cache_bytes 1000000, expected tables on the GPU"),
+        (RankingModel.of(shared, embedding_dim=8), {}, "candidates' lists that share a table, as 'styles', expected none"),
+    ]
+    for task, given, told in hindered:
+        config = TrainerConfig(**{"table_optimizer": "rowwise-adagrad", "cuda_graphs": asked, **given})
+        if asked is None:
+            assert not graphs_serve(config, task, PROCESSES)
+            continue
+        with pytest.raises(TrainingError) as refused:
+            graphs_serve(config, task, PROCESSES)
+        assert str(refused.value) == f"cuda_graphs: got true with {told}; leave it out"
 
 
 def engine_losses(

@@ -167,7 +167,7 @@ def test_what_is_refused(shop: Path, events: SequenceDataset, tmp_path: Path, mo
     assert str(error.value) == "data.items: plain takes no side features of items; leave it out, or take model=sasrec"
     with pytest.raises(ConfigError) as error_of_config:
         TrainConfig(data={"item_columns": ["genres"]})
-    message = "data.item_columns: got genres and no items, expected the table that has them"
+    message = "data.item_columns: got 'genres' and no items, expected the table that has them"
     assert str(error_of_config.value) == message
     with pytest.raises(DataError, match="the feature 'colour', expected one of"):
         train(config(shop, tmp_path / "b", item_columns=["colour"]), events, progress=False)
