@@ -17,8 +17,8 @@ from jagged.data import BatchLoader, SequenceBatch, split_leave_one_out, synthet
 from jagged.data.batches import features_of
 from jagged.models import DIN, REQUEST_MODELS, NextItemTask, RankingModel, RequestModel, build, build_head
 from jagged.training.engine import Engine
-from jagged.training.filled import FilledSequences, SequenceSizes, capacity
 from jagged.training.errors import TrainingError
+from jagged.training.filled import FilledSequences, SequenceSizes, capacity
 from jagged.training.graphs import GraphedSteps, graphs_serve
 from jagged.training.optimizer import table_names
 from jagged.training.processes import process_group
@@ -115,11 +115,11 @@ def test_which_runs_are_replayed() -> None:
         ({"accumulate": 2}, "accumulate 2, expected 1"),
         ({"task": torch.nn.Linear(2, 2)}, f"a Linear, expected {classes}"),
     ]
-    for given, told in hindered:
-        assert not serves(**given)
-        assert not serves(**given, cuda_graphs=False)
+    for options, told in hindered:
+        assert not serves(**options)
+        assert not serves(**options, cuda_graphs=False)
         with pytest.raises(TrainingError) as refused:
-            serves(**given, cuda_graphs=True)
+            serves(**options, cuda_graphs=True)
         assert str(refused.value) == f"cuda_graphs: got true with {told}; leave it out"
 
 
@@ -160,8 +160,8 @@ def test_runs_of_requests_that_cannot_be_replayed_are_refused(asked: bool | None
         (RankingModel.of(split), {"table_cache_bytes": 1_000_000}, "table_cache_bytes 1000000, expected tables on the GPU"),
         (RankingModel.of(shared, embedding_dim=8), {}, "candidates' lists that share a table, as 'styles', expected none"),
     ]
-    for task, given, told in hindered:
-        config = TrainerConfig(**{"table_optimizer": "rowwise-adagrad", "cuda_graphs": asked, **given})
+    for task, options, told in hindered:
+        config = TrainerConfig(**{"table_optimizer": "rowwise-adagrad", "cuda_graphs": asked, **options})
         if asked is None:
             assert not graphs_serve(config, task, PROCESSES)
             continue
