@@ -11,7 +11,8 @@ by a history and by an id of the candidate.
 
 `jagged` is `RankingModel` under the trainer's engine, in bfloat16 under autocast. Tables have fused row-wise Adagrad, all else
 has AdamW. `jagged_clipped` also clips the global norm, tables and all, which is the trainer's default and which updates in a
-backward pass cannot do. `jagged_graphs` replays steps as CUDA graphs, for which batches are filled up.
+backward pass cannot do. Both launch kernel by kernel; `jagged_graphs` replays steps as CUDA graphs, for which batches are filled
+up, as the trainer does where nothing else is said.
 
 The others (`padded_ranking`) look ids up by TorchRec's collections and pad what comes out to the batch's longest history. Blocks
 attend causally without a mask, as padding stands behind; candidates attend with a mask of padding. Weights, layers, optimizers,
@@ -76,9 +77,9 @@ IDS, LENGTHS = ("zipf", "uniform"), ("skewed", "even")
 HEADS = 2
 # Our sides, with options of the trainer.
 OURS: dict[str, dict[str, Any]] = {
-    "jagged": {"gradient_clip_norm": None},
-    "jagged_clipped": {"gradient_clip_norm": 1.0},
-    "jagged_graphs": {"gradient_clip_norm": None, "cuda_graphs": True},
+    "jagged": {"gradient_clip_norm": None, "cuda_graphs": False},
+    "jagged_clipped": {"gradient_clip_norm": 1.0, "cuda_graphs": False},
+    "jagged_graphs": {"gradient_clip_norm": None},
 }
 # Of logits of both sides in float32, relative to the norm.
 AGREEMENT = 1e-3
@@ -199,9 +200,8 @@ class Ours:
     """`RankingModel` under the trainer's engine."""
 
     def __init__(self, model: RankingModel, processes: Processes, *, autocast: bool, kind: str = "jagged") -> None:
-        options = OURS[kind] if processes.device.type == "cuda" else {**OURS[kind], "cuda_graphs": None}
         config = TrainerConfig(
-            device=processes.device.type, table_optimizer="rowwise-adagrad", learning_rate=RATE, weight_decay=DECAY, **options
+            device=processes.device.type, table_optimizer="rowwise-adagrad", learning_rate=RATE, weight_decay=DECAY, **OURS[kind]
         )
         self.engine = Engine(model, config, "bf16-mixed" if autocast else "32-true", processes)
 

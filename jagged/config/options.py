@@ -290,7 +290,7 @@ class LoopOptions(Section):
     )
     cuda_graphs: bool | None = option(
         None,
-        "on one GPU, replay steps as CUDA graphs; none: of models of next items alone; true: of requests, too, or refuse",
+        "on one GPU, replay steps as CUDA graphs; none: where they can be; true: or refuse",
     )
     release_memory: bool = option(
         False, "on a CPU, give memory of large tensors back at once (glibc): much less of it where sizes vary, and slower steps"

@@ -35,8 +35,10 @@ from jagged.data.tabular import Block, CsvLayout, csv_blocks, csv_layout, parque
 IntArray = npt.NDArray[np.int64]
 
 ROWS = "rows"
-# Beside what Python and its libraries take. What does not fit goes to the temporary directory.
+# Of events, beside what Python and its libraries take. What does not fit goes to the temporary directory.
 _MEMORY, _THREADS = "512MB", 4
+# Of tables, of all the memory that a process may have: each thread holds lists of 2,048 rows, several times over.
+_MEMORY_OF_TABLES = "25%"
 _INDEX = re.compile(r"__index_level_\d+__")
 _CURE = "set TMPDIR to a directory on a disk with room"
 # What a disk that cannot be written says.
@@ -195,7 +197,7 @@ def open_table(
             temporary directory has no room.
     """
     found = find_source(source, format, delimiter, skip=None if skipped is None else skipped.add)
-    with new_table(found.name, found.schema) as table:
+    with new_table(found.name, found.schema, memory=_MEMORY_OF_TABLES) as table:
         table.is_text, table.left_out = found.format == "csv", found.left_out
         _read(table, found, skipped, progress)
         yield table
@@ -260,7 +262,9 @@ def _check_names(table: str, names: Sequence[str]) -> None:
 
 
 @contextmanager
-def new_table(name: str, schema: pa.Schema, *, directory: Path | None = None, cure: str = _CURE) -> Iterator[Table]:
+def new_table(
+    name: str, schema: pa.Schema, *, directory: Path | None = None, cure: str = _CURE, memory: str | None = None
+) -> Iterator[Table]:
     """An empty table in a new DuckDB database, which lies in a temporary directory and is removed with it.
 
     Args:
@@ -268,9 +272,10 @@ def new_table(name: str, schema: pa.Schema, *, directory: Path | None = None, cu
         schema: of its columns.
         directory: where the temporary directory is made, by default where the system has its own.
         cure: what to do where it has no room.
+        memory: what DuckDB may take at most, in its own words; what is enough for events without one.
 
     Raises:
-        DataError: the directory cannot be written.
+        DataError: the directory cannot be written, or the memory is too little.
     """
     _check_names(name, schema.names)
     with writing("a temporary directory", cure, DataError):
@@ -281,7 +286,8 @@ def new_table(name: str, schema: pa.Schema, *, directory: Path | None = None, cu
         connection = duckdb.connect(os.path.join(inside, "rows.duckdb"))
         try:
             threads = min(_THREADS, os.cpu_count() or 1)
-            connection.execute(f"SET memory_limit = '{_MEMORY}'; SET threads = {threads}; SET preserve_insertion_order = true")
+            limit = _MEMORY if memory is None else memory
+            connection.execute(f"SET memory_limit = '{limit}'; SET threads = {threads}; SET preserve_insertion_order = true")
             connection.execute(f"SET temp_directory = '{_quoted(os.path.join(inside, 'spill'))}'")
             # Nobody reads the database after a crash, so nothing waits until the disk has it.
             connection.execute("SET fsync_mode = 'NONE'")

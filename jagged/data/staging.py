@@ -11,7 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-import duckdb
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -511,13 +510,12 @@ class Builder:
         """Fill the directory.
 
         Raises:
-            DataError: a value that is none of its kind, or no room on the disk.
+            DataError: a value that is none of its kind.
+            OSError: no room on the disk.
+            duckdb.Error: no room on the disk, or in memory, for the table; who has opened it tells that.
         """
-        try:
-            with steps("Building", self._num_steps, self.progress) as self.step:
-                return self._build()
-        except (duckdb.IOException, duckdb.OutOfMemoryException) as error:
-            raise DataError(f"a temporary directory: could not be written: {shown(str(error), 200)}; {CURE}") from None
+        with steps("Building", self._num_steps, self.progress) as self.step:
+            return self._build()
 
     @property
     def _num_steps(self) -> int:

@@ -20,19 +20,18 @@ from jagged.training.table_updates import all_by_rows
 
 
 def graphs_serve(config: TrainerConfig, task: nn.Module, processes: Processes) -> bool:
-    """Whether a run's steps are replayed as graphs: of models of next items where they can be, of requests where it is asked for.
+    """Whether a run's steps are replayed as graphs: where they can be, unless that is turned off.
 
     Raises:
         TrainingError: graphs are asked for where none can be.
     """
     if config.cuda_graphs is False:
         return False
-    if (hindrance := _hindrance(config, task, processes)) is None:
-        return config.cuda_graphs is True or isinstance(task, NextItemTask)
-    if config.cuda_graphs is True:
+    hindrance = _hindrance(config, task, processes)
+    if hindrance is not None and config.cuda_graphs is True:
         found, expected = hindrance
         raise TrainingError(f"cuda_graphs: got true with {found}, expected {expected}; leave it out")
-    return False
+    return hindrance is None
 
 
 def _hindrance(config: TrainerConfig, task: nn.Module, processes: Processes) -> tuple[str, str] | None:

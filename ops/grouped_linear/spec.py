@@ -5,6 +5,7 @@ The gradients of each are made of operators, so all orders are right.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -14,8 +15,9 @@ from torch import Tensor
 from jagged.ops._shared.operator import Differentiable, Operator, operator
 
 Wanted = Mapping[str, torch.dtype]
-# Numbers that all columns times all columns may be, in gradients of weights.
-MOST_WEIGHTS = 2**18
+# Of gradients of weights as one product: numbers that all columns times all columns may be, and rows from which it is faster on
+# an H200, in 16 bits and in TF32 (`benchmarks/results/h200/grouped_linear_tiles.json`; of one row of two groups from 16,384).
+MOST_WEIGHTS, LEAST_ROWS, LEAST_ROWS_TF32 = 2**18, 16_384, 4_096
 
 
 class Inputs(NamedTuple):
@@ -108,15 +110,33 @@ def _of_linear(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Want
 def _of_weights(grad: Tensor, rows: Tensor) -> Tensor:
     """Return `[G, out, in]`, sums over all rows of `grad [N, G, out]` times `rows [N, G, in]`.
 
-    A batched product of few narrow groups leaves most of a GPU idle, as each tile walks over all rows by itself: 754 us for two
+    A batched product of few narrow groups leaves most of a GPU idle, as each tile walks over all rows by itself: 784 us for two
     groups of 64 x 128 and 65,536 rows in TF32. Of one product of all columns with all columns the library splits the rows, and
-    the blocks of a group with itself are taken from it.
+    the blocks of a group with itself are taken from it (43 us).
     """
     num_groups, out, width = *grad.shape[1:], rows.shape[2]
-    if grad.is_cuda and num_groups > 1 and num_groups**2 * out * width <= MOST_WEIGHTS:
+    if num_groups > 1 and num_groups**2 * out * width <= MOST_WEIGHTS and _has_rows(grad, _least_rows(grad)):
         every = grad.flatten(1).T @ rows.flatten(1)
         return every.view(num_groups, out, num_groups, width).diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
     return torch.bmm(grad.permute(1, 2, 0), rows.transpose(0, 1))
+
+
+def _has_rows(grad: Tensor, least: float) -> bool:
+    """Whether there are so many; not where a graph's data tells how many."""
+    if isinstance(grad.shape[0], torch.SymInt):
+        from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+        return bool(least < math.inf and guard_or_false(grad.shape[0] >= least))
+    return grad.shape[0] >= least
+
+
+def _least_rows(grad: Tensor) -> float:
+    """From how many rows on one product of all groups is faster, which has as many times the work."""
+    if grad.is_cuda and grad.dtype.itemsize == 2:
+        return LEAST_ROWS
+    # Exact products of float32 take as long as their work.
+    has_tf32 = grad.is_cuda and grad.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"  # type: ignore[attr-defined]
+    return LEAST_ROWS_TF32 if has_tf32 else math.inf
 
 
 def _of_relu_gradient(grads: Before, x: Slopes, out: Before, o: NoOptions, wanted: Wanted, backend: str) -> dict[str, Tensor]:

@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import pickle
+import re
+import tempfile
 import warnings
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -386,6 +388,35 @@ def test_a_manifest_without_a_part_or_with_no_schema_is_refused(tmp_path: Path) 
     with pytest.raises(DataError) as caught:
         Dataset.load(directory)
     assert str(caught.value).startswith(f"{directory / 'manifest.json'}: schema, column 'user': found kind 'king', expected id, ")
+
+
+def lists_of(rows: int, length: int) -> Dataset:
+    """A dataset of lists alone."""
+    values = pa.array(np.arange(rows * length) % 1000)
+    lists = pa.LargeListArray.from_arrays(pa.array(np.arange(rows + 1) * length), values)
+    table = pa.table({"seen": lists, "click": np.arange(rows) % 2})
+    schema = Schema((Column("seen", Kind.IDS, of="request", table="items"), Column("click", Kind.LABEL)))
+    found: Dataset = Dataset.from_table(table, schema, duplicates="keep", progress=False)
+    return found
+
+
+def test_lists_of_thousands_have_the_memory_that_they_need() -> None:
+    """All values of 2,048 rows at once, several times over: more than the 512 MB that events have."""
+    dataset = lists_of(2048, 16_384)
+    assert len(dataset) == 2048
+    assert len(dataset.ids("items")) == 1000
+
+
+def test_a_memory_that_is_too_little_is_told_as_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("jagged.data.sources._MEMORY_OF_TABLES", "20MB")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(DataError) as caught:
+        lists_of(2048, 600)
+    what = re.sub(r"(?<=Error: ).* \([\d.]+ MiB/19.0 MiB used\)", "...", str(caught.value))
+    assert what == (
+        f"{tmp_path}: memory is out: 'Out of Memory Error: ...'; free some, or set TMPDIR to a directory on a disk with room"
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_without_room_for_mapped_pages_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

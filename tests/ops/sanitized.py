@@ -8,6 +8,7 @@ harms: accesses out of bounds stay inside what the driver maps, and all threads 
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 from collections.abc import Callable
@@ -19,7 +20,6 @@ import triton.language as tl
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jagged.ops.cross_entropy.triton import chunked
-from jagged.ops.grouped_linear import torch_impl as grouped_products
 from tests.ops.families import long_step, small_steps, update_steps
 
 FINISHED = "every family ran"
@@ -45,7 +45,11 @@ def written_again(product: Callable[..., None]) -> Callable[..., None]:
 
 
 def copied(layer: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same layer of groups, its product written once more by a copy: initcheck reported rows of it, 64 bytes each."""
+    """Return the same layer of groups, its product written once more by a copy.
+
+    Initcheck reported reads of what cuBLAS had written in batched products, 64 bytes of a row each, and of what the kernel stores
+    by descriptors, 256 pieces of 16 bytes in different rows at each launch: tests compare all of these numbers.
+    """
 
     def grouped_linear(x: Any, options: Any) -> Any:
         out = layer(x, options)
@@ -54,7 +58,9 @@ def copied(layer: Callable[..., Any]) -> Callable[..., Any]:
     return grouped_linear
 
 
-PRODUCT, LAYER = chunked._add_product, grouped_products.grouped_linear
+# The package's name is its function's, too.
+layers = importlib.import_module("jagged.ops.grouped_linear.launch")
+PRODUCT, LAYER = chunked._add_product, layers.grouped_linear
 
 
 @triton.jit
@@ -151,7 +157,7 @@ PLANTED: dict[str, dict[str, Callable[[], None]]] = {
 
 def main(tool: str, *families: str) -> None:
     chunked._add_product = written_again(PRODUCT)
-    grouped_products.grouped_linear = copied(LAYER)
+    layers.grouped_linear = copied(LAYER)  # type: ignore[attr-defined]
     updates = [] if families and "group_sparse" not in families else update_steps()
     # Racecheck takes rows that TMA writes, and barriers in shared memory announce, for races.
     long = [long_step()] if tool == "memcheck" else []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.ops import grouped_linear, mix_groups
@@ -80,25 +83,69 @@ def test_gradients_of_weights_over_many_rows(place: Place, shape: tuple[int, int
     check_linear(place, inputs, False, [False, True])
 
 
+# The package's name is its function's, too.
+SPEC = sys.modules[_of_weights.__module__]
+
+
 class OnGpu(Tensor):
     """What says that it is on a GPU."""
 
     is_cuda = True
 
 
-@pytest.mark.parametrize("shape", [(2, 5, 3), (4, 1, 7), (2, 400, 400), (1, 3, 2)])
-def test_blocks_of_one_product_are_the_batched_product(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int]) -> None:
+def batched_products(monkeypatch: pytest.MonkeyPatch, rows: int, shape: tuple[int, int, int], dtype: torch.dtype) -> int:
+    """Number of batched products in gradients of weights, which are compared with sums."""
     groups, out, width = shape
-    grad, rows = (random_tensor((30, groups, of), torch.float64, of).cpu() for of in (out, width))
-    expected = torch.einsum("ngo, ngi -> goi", grad, rows)
+    grad, x = (random_tensor((rows, groups, of), dtype, of).cpu() for of in (out, width))
+    expected = torch.einsum("ngo, ngi -> goi", grad.double(), x.double())
     batched: list[Any] = []
     bmm = torch.bmm
-    monkeypatch.setattr(torch, "bmm", lambda *given: batched.append(given) or bmm(*given))
-    found = _of_weights(grad.as_subclass(OnGpu), rows).as_subclass(Tensor)  # type: ignore[arg-type]
-    torch.testing.assert_close(found, expected)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "bmm", lambda *given: batched.append(given) or bmm(*given))
+        found = _of_weights(grad.as_subclass(OnGpu), x).as_subclass(Tensor)  # type: ignore[arg-type]
+    exact = dtype == torch.float64
+    torch.testing.assert_close(found.double(), expected, **({} if exact else {"atol": 0.02 * rows**0.5, "rtol": 0.02}))
     assert found.is_contiguous()
-    # One group has nothing to gain, and all columns of wide groups are too many.
-    assert bool(batched) == (shape in [(2, 400, 400), (1, 3, 2)])
+    return len(batched)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 3), (4, 1, 7), (2, 400, 400), (1, 3, 2)])
+def test_blocks_of_one_product_are_the_batched_product(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int]) -> None:
+    """One group has nothing to gain, and all columns of wide groups are too many."""
+    monkeypatch.setattr(SPEC, "_least_rows", lambda _: 30)
+    is_batched = shape in [(2, 400, 400), (1, 3, 2)]
+    assert batched_products(monkeypatch, 30, shape, torch.float64) == is_batched
+    assert batched_products(monkeypatch, 29, shape, torch.float64) == 1
+
+
+@pytest.mark.parametrize("has_tf32", [False, True])
+def test_gradients_are_one_product_where_it_is_faster(monkeypatch: pytest.MonkeyPatch, has_tf32: bool) -> None:
+    """Of many rows: in 16 bits, and of float32 where TF32 multiplies, whose exact products take as long as their work."""
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32" if has_tf32 else "none"))
+    least = {torch.bfloat16: 16_384, torch.float16: 16_384, torch.float32: 4_096 if has_tf32 else None, torch.float64: None}
+    for dtype, rows in least.items():
+        if rows is None:
+            assert batched_products(monkeypatch, 20_000, (2, 2, 3), dtype) == 1
+            continue
+        assert batched_products(monkeypatch, rows, (2, 2, 3), dtype) == 0
+        assert batched_products(monkeypatch, rows - 1, (2, 2, 3), dtype) == 1
+
+
+def test_compiled_gradients_of_few_and_many_rows(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph for each side of the rows from which gradients are one product, and none for each number of rows."""
+    monkeypatch.setattr(SPEC, "_least_rows", lambda _: 64)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    weight = random_tensor((2, 4, 3), torch.float32, 1).requires_grad_()
+    compiled = torch.compile(
+        lambda x: grouped_linear(x, weight, backend=place.backend), backend=counter, fullgraph=True, dynamic=True
+    )
+    for rows in (40, 50, 63, 64, 80, 100):
+        x = random_tensor((rows, 2, 3), torch.float32, rows)
+        (found,) = torch.autograd.grad(compiled(x).square().sum(), weight)
+        (expected,) = torch.autograd.grad(grouped_linear(x, weight, backend=place.backend).square().sum(), weight)
+        torch.testing.assert_close(found, expected)
+    assert counter.frame_count <= 2
 
 
 def test_what_is_not_finite_in_a_group_stays_in_it(place: Place) -> None:
