@@ -613,11 +613,10 @@ class RowCache:
         self._moves += 1
 
     def write_back(self) -> None:
-        """Write all rows that may have been changed back, and wait until the host has them."""
-        if not self.is_changed:
-            return
-        with self._between_steps():
-            self._write_back()
+        """Write all rows that may have been changed back, and wait until the host has them and nothing reads it any more."""
+        if self.is_changed:
+            with self._between_steps():
+                self._write_back()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 

@@ -462,6 +462,23 @@ def test_any_order_short_of_room(place: Place, make: Any, share: float, interval
 
 
 @pytest.mark.gpu
+def test_writing_nothing_back_waits_for_lookups() -> None:
+    """Who writes the host's rows afterwards changes none that a lookup is yet to read."""
+    _, cached = pair(in_order, "sgd", share=0.3)
+    cached.eval()
+    with torch.no_grad():
+        cached(zipf(0))
+        cached.write_back()
+        cached(zipf(1))
+        # As a lookup that reads them late.
+        torch.cuda._sleep(10**8)
+        is_late = torch.cuda.Event()
+        is_late.record()
+        cached.write_back()
+    assert is_late.query()
+
+
+@pytest.mark.gpu
 def test_a_prefetch_waits_for_nothing() -> None:
     whole, cached = pair(in_order, "adam", share=0.8, interval=100)
     batches = [zipf(seed) for seed in range(8)]
