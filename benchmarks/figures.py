@@ -598,7 +598,7 @@ def many_candidates(result: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(2, len(models), figsize=size, sharex=True, sharey="row", layout="constrained", squeeze=False)
     for column, name in zip(axes.T, models, strict=True):
         rows = {int(count): row for count, row in result["models"][name].items()}
-        for axis, (key, scale) in zip(column, {"ms": 1.0, "bytes": 1e-9}.items(), strict=True):
+        for axis, (key, scale) in zip(column, {"gpu_ms": 1.0, "bytes": 1e-9}.items(), strict=True):
             for way, colour in {"jagged": COLOURS["jagged"], "expanded": COLOURS["sll"]}.items():
                 found = {count: row[way][key] * scale for count, row in rows.items() if key in row.get(way, ())}
                 axis.plot(list(found), list(found.values()), "o-", color=colour, markersize=3, label=way)
@@ -614,7 +614,7 @@ def many_candidates(result: dict[str, Any], path: Path) -> None:
             axis.spines[["top", "right"]].set_visible(False)
         column[0].set_title(name, fontsize=9)
         column[1].set_xlabel("candidates a request", fontsize=8)
-    axes[0, 0].set_ylabel("a step, ms", fontsize=8)
+    axes[0, 0].set_ylabel("a step on the GPU, ms", fontsize=8)
     axes[1, 0].set_ylabel("its memory at the peak, GB", fontsize=8)
     axes[0, 0].legend(fontsize=8, frameon=False)
     environment = result["environment"]
