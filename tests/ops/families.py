@@ -57,6 +57,7 @@ from jagged.ops import (
     sampled_linear_cross_entropy,
     seat_rows,
 )
+from jagged.ops.layer_norm import layer_norm
 from jagged.ops.sampled_cross_entropy.pairs import with_pairs
 from jagged.ops.sampled_cross_entropy.spec import Inputs, Options
 from tests.places import PLACE
@@ -340,6 +341,13 @@ def layers_of_groups(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     return Step(forward, _leaves(dtype, (total, width), (3, 48, width), (3, 48), (3, 32, 48), (total, 2, 3)))
 
 
+def normalised_rows(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+        return [layer_norm(x, weight, bias, backend=PLACE.backend)]
+
+    return Step(forward, _leaves(dtype, (batch.total, width), (width,), (width,)))
+
+
 def _positives(batch: Jagged, rows: int) -> tuple[Tensor, Tensor]:
     """Two labels of each row, the labels being the rows of a batch; none where that has none."""
     count = 2 * rows if batch.total else 0
@@ -422,6 +430,7 @@ FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
     "group_sparse": group_sparse,
     "group_sparse_softmax": group_sparse_softmax,
     "grouped_linear": layers_of_groups,
+    "layer_norm": normalised_rows,
     "host_rows": host_rows,
     "linear_bce": bce_of_linear,
     "pair_bmm": pair_bmm,

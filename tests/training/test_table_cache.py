@@ -448,6 +448,8 @@ def test_on_a_gpu_tables_stay_on_the_host(tmp_path: Path, precision: str) -> Non
     for cache in (BUDGET, None):
         task = model_of()
         options = {"device": "cuda", "precision": precision, "tensorboard": False, "output": str(tmp_path / str(cache))}
+        # Graphs fill batches up, so that sums are rounded in another order.
+        options["cuda_graphs"] = False
         for epochs in (1, 2):
             trainer = Trainer(task, config(cache=cache, max_epochs=epochs, **options))
             result = trainer.fit(loader(), loader("valid", 16), loader("test", 16), progress=False, resume=epochs == 2)
