@@ -252,6 +252,19 @@ def test_sections_that_are_wrong_are_not_compared() -> None:
     )
 
 
+def test_options_that_belong_to_a_wrong_value_are_not_told() -> None:
+    """Nobody knows whether they had an effect."""
+    wrong = (
+        "table_optimizer: got 'adam', expected adamw, adagrad, rowwise-adagrad, sgd, sparse-adamw, rowwise-adamw, lamb or "
+        "rowwise-lamb"
+    )
+    given: dict[str, Any] = {"table_optimizer": "adam", "table_beta2": 0.9}
+    assert refusal(training=given) == f"training.{wrong}"
+    with pytest.raises(ConfigError) as error:
+        TrainerConfig(**given)
+    assert str(error.value) == wrong
+
+
 class _Wide(ModelOptions):
     name: Literal["wide"] = option("wide", "the model to train")
     width: int = option(8, "width of the table", ge=1)

@@ -68,6 +68,7 @@ from jagged.config.section import (
     ConfigError,
     Problem,
     Section,
+    certain,
     inert,
     kinds,
     option,
@@ -547,19 +548,22 @@ def _build(job: type[JobConfig], section: str, values: Any, problems: list[Probl
             Problem(f"{section}.{tag}", f"got {short(values[tag])}, expected {known}{_who_has(job, section, values[tag])}")
         )
         return None
-    sound = {}
+    sound, own = {}, []
     for name, value in values.items():
         if name not in variant.model_fields:
-            problems.append(Problem(f"{section}.{name}", _unknown(job, section, str(name), variant)))
+            own.append(Problem(f"{section}.{name}", _unknown(job, section, str(name), variant)))
         elif without_effect := inert(variant, name, values, f"{section}."):
-            problems.append(Problem(f"{section}.{name}", without_effect))
+            own.append(Problem(f"{section}.{name}", without_effect))
         else:
             sound[name] = value
+    built = None
     try:
-        return variant(**sound)
+        built = variant(**sound)
     except ConfigError as error:
-        problems += [Problem(f"{section}.{name}" if name else section, text) for name, text in error.problems]
-        return None
+        own = certain(variant, own, [name for name, _ in error.problems], f"{section}.")
+        own += [Problem(f"{section}.{name}" if name else section, text) for name, text in error.problems]
+    problems += own
+    return built
 
 
 def _who_has(job: type[JobConfig], section: str, tag: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
@@ -84,6 +84,7 @@ class Section(BaseModel):
             super().__init__(**given)
         except ValidationError as error:
             found = {str(problem["loc"][0]) if problem["loc"] else "": problem for problem in error.errors(include_url=False)}
+            problems = certain(kind, problems, found)
             for name, problem in found.items():
                 if name:
                     text = f"got {short(given.get(name))}, expected {expected(kind.model_fields[name])}"
@@ -133,6 +134,16 @@ def inert(kind: type[Section], name: str, values: Mapping[str, Any], prefix: str
         if value not in allowed:
             return f"belongs to {prefix}{other} {or_list(allowed)}, got {spelt(value)}"
     return ""
+
+
+def certain(kind: type[Section], problems: Iterable[Problem], wrong: Container[str], prefix: str = "") -> list[Problem]:
+    """The problems but for options whose effect depends on a `wrong` one: nobody knows whether they would have had one."""
+
+    def depends(name: str) -> bool:
+        field = kind.model_fields.get(name.removeprefix(prefix))
+        return field is not None and any(other in wrong for other in _extra(field).get("when", {}))
+
+    return [of for of in problems if not depends(of.name)]
 
 
 def kinds(field: FieldInfo) -> set[type]:

@@ -37,8 +37,10 @@ IntArray = npt.NDArray[np.int64]
 ROWS = "rows"
 # Of events, beside what Python and its libraries take. What does not fit goes to the temporary directory.
 _MEMORY, _THREADS = "512MB", 4
-# Of tables, of all the memory that a process may have: each thread holds lists of 2,048 rows, several times over.
-_MEMORY_OF_TABLES = "25%"
+# Of tables, of all the memory that a process may have, and bytes that it is at least and at most: each thread holds lists of
+# 2,048 rows, several times over.
+_MEMORY_OF_TABLES, _BOUNDS = "25%", (512_000_000, 8_000_000_000)
+_BYTES = {"bytes": 1, **{f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGT", 1)}}
 _INDEX = re.compile(r"__index_level_\d+__")
 _CURE = "set TMPDIR to a directory on a disk with room"
 # What a disk that cannot be written says.
@@ -286,8 +288,8 @@ def new_table(
         connection = duckdb.connect(os.path.join(inside, "rows.duckdb"))
         try:
             threads = min(_THREADS, os.cpu_count() or 1)
-            limit = _MEMORY if memory is None else memory
-            connection.execute(f"SET memory_limit = '{limit}'; SET threads = {threads}; SET preserve_insertion_order = true")
+            connection.execute(f"SET threads = {threads}; SET preserve_insertion_order = true")
+            _limit(connection, _MEMORY if memory is None else memory)
             connection.execute(f"SET temp_directory = '{_quoted(os.path.join(inside, 'spill'))}'")
             # Nobody reads the database after a crash, so nothing waits until the disk has it.
             connection.execute("SET fsync_mode = 'NONE'")
@@ -298,6 +300,16 @@ def new_table(
             yield Table(connection, name, types, _schema=_stored_schema(schema), _directory=parent, _cure=cure)
         finally:
             connection.close()
+
+
+def _limit(connection: duckdb.DuckDBPyConnection, memory: str) -> None:
+    """Let DuckDB take so much; of a share, which is one of what a container may have, within the bounds."""
+    connection.execute(f"SET memory_limit = '{memory}'")
+    if memory.endswith("%"):
+        (text,) = connection.execute("SELECT current_setting('memory_limit')").fetchall()[0]
+        number, unit = text.split()
+        least, most = _BOUNDS
+        connection.execute(f"SET memory_limit = '{int(min(max(float(number) * _BYTES[unit], least), most))}B'")
 
 
 def _stored_schema(schema: pa.Schema) -> pa.Schema:
@@ -312,7 +324,9 @@ def storing(where: str, cure: str) -> Iterator[None]:
     except duckdb.Error as error:
         first = shown(str(error).splitlines()[0], 200)
         if isinstance(error, duckdb.OutOfMemoryException):
-            raise DataError(one_line(f"{where}: memory is out: {first}; free some, or {cure}")) from None
+            raise DataError(
+                one_line(f"{where}: memory is out: {first}; take a machine with more, or shorter lists, or {cure}")
+            ) from None
         known = next((os.strerror(code) for code in _DISK if os.strerror(code) in str(error)), None)
         if known is None and not isinstance(error, duckdb.IOException):
             raise

@@ -75,6 +75,8 @@ class Engine:
         self.task = task
         self.processes = processes
         self._accumulate = config.accumulate
+        # Before anything of the task is exchanged, as it may refuse.
+        by_graphs = graphs_serve(config, task, processes)
         device = processes.device
         if processes.world_size > 1 and isinstance(task, NextItemTask):
             task.split(processes.group, processes.host_group)
@@ -84,7 +86,7 @@ class Engine:
         if self._sharded is None and (rows := update_tables_in_backward(task, config, processes.world_size)) is not None:
             self._rows, held = rows, rows.held
         # The optimizer comes with what it updates, and what is updated may be replicated by the wrapper.
-        self._step = _Step(task, precision, processes, graphs_serve(config, task, processes), held).to(device)
+        self._step = _Step(task, precision, processes, by_graphs, held).to(device)
         self._tables = {path: module for path, module in task.named_modules() if isinstance(module, SplitEmbeddingCollection)}
         self._splits = {
             f"{path}.{name}": table.split for path, table in self._tables.items() for name, _ in table.named_parameters()
@@ -122,6 +124,8 @@ class Engine:
         """Give the task back: its tables, if they were updated row by row, get gradients again. Nothing is trained any more."""
         if self._rows is not None:
             self._rows.end()
+        # Their memory would stay until Python looks for cycles.
+        self._step.drop_graphs()
 
     @property
     def samples(self) -> int:
@@ -356,6 +360,10 @@ class _Step(nn.Module):
         elif graphs and isinstance(task, RequestModel):
             of_requests = RequestSizes(frozenset(task.inputs.list_histories))
             self._graphs = GraphedSteps(self._loss_and_rows, of_requests, task, processes.device, held)
+
+    def drop_graphs(self) -> None:
+        """Let go of captured steps, and of the memory that they keep."""
+        self._graphs = None
 
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, int | Tensor]]:
         # TorchRec's pipeline of sharded tables traces this.

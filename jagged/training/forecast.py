@@ -259,7 +259,7 @@ def forecast_rows(config: MultiLabelConfig, rows: MultiLabelRows, steps: int, ta
         activations=int(1.6 * batch_size * kept) + weights.exchanged,
         checkpoint=weights.checkpoint,
         evaluation=int(kept * config.evaluation.eval_batch_size) + weights.whole,
-        graphs=False,
+        graphs=graphs_serve(config.trainer, task, processes),
         samples=float(batch_size),
         tokens=tokens,
         steps_per_epoch=steps,

@@ -15,6 +15,7 @@ from jagged.models import DIN, REQUEST_MODELS, NextItemTask, RequestModel
 from jagged.modules import HeldUpdates
 from jagged.modules.trained_tables import TrainedTables
 from jagged.training.errors import TrainingError
+from jagged.training.optimizer import table_names
 from jagged.training.processes import Processes
 from jagged.training.table_updates import all_by_rows
 
@@ -30,7 +31,7 @@ def graphs_serve(config: TrainerConfig, task: nn.Module, processes: Processes) -
     hindrance = _hindrance(config, task, processes)
     if hindrance is not None and config.cuda_graphs is True:
         found, expected = hindrance
-        raise TrainingError(f"cuda_graphs: got true with {found}, expected {expected}; leave it out")
+        raise TrainingError(f"cuda_graphs: got true with {found}, expected {expected}; leave it out, or give none")
     return hindrance is None
 
 
@@ -53,8 +54,10 @@ def _hindrance(config: TrainerConfig, task: nn.Module, processes: Processes) -> 
         return f"a {type(task).__name__}", "a NextItemTask, or a RequestModel of jagged.models but DIN"
     if config.table_cache_bytes is not None:
         return f"table_cache_bytes {config.table_cache_bytes}", "tables on the GPU"
+    if frozen := [name for name in table_names(task) if not task.get_parameter(name).requires_grad]:
+        return f"the frozen table {min(frozen)}", "tables that all learn"
     if not all_by_rows(task, config, 1):
-        return f"table_optimizer {config.table_optimizer}", "tables that all learn, and row by row"
+        return f"table_optimizer {config.table_optimizer}", "one that updates row by row"
     # Not all sizes of a step are known of its batch.
     if "pairwise" in task.losses.values():
         return "the loss pairwise", "binary, focal or listwise"
@@ -173,8 +176,12 @@ class GraphedSteps:
             self._held.drop()
         graph = torch.cuda.CUDAGraph()
         # The loader's thread may page-lock memory meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            loss, rows = self._run(inputs.batch())
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                loss, rows = self._run(inputs.batch())
+        except RuntimeError as error:
+            error.add_note("A step that is captured as a CUDA graph may not wait; cuda_graphs = false launches kernel by kernel.")
+            raise
         return _Graph(graph, inputs, loss, rows, [] if self._held is None else self._held.take())
 
     def _run(self, batch: Any) -> tuple[Tensor, Tensor | None]:

@@ -14,7 +14,8 @@ from jagged.training.errors import CheckpointError, TrainingError
 
 FORMAT_VERSION = 3
 
-# What may differ between a checkpoint and the run that goes on from it: none of it changes what the next step computes.
+# What may differ between a checkpoint and the run that goes on from it: none of it changes what the next step computes, but for
+# roundings and, of requests by graphs, the numbers that dropout draws.
 # `data` and how it is read may, because the fingerprint of what was read is compared.
 _READING = [f"data.{name}" for name in ("path", *DataOptions().reading())]
 _HANDLING = (

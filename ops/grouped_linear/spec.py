@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from jagged.ops._shared.matrices import float32_products
 from jagged.ops._shared.operator import Differentiable, Operator, operator
 
 Wanted = Mapping[str, torch.dtype]
@@ -123,20 +124,30 @@ def _of_weights(grad: Tensor, rows: Tensor) -> Tensor:
 
 def _has_rows(grad: Tensor, least: float) -> bool:
     """Whether there are so many; not where a graph's data tells how many."""
-    if isinstance(grad.shape[0], torch.SymInt):
+    if least == math.inf:
+        return False
+    rows = grad.shape[0]
+    if torch.compiler.is_compiling() or isinstance(rows, torch.SymInt):
         from torch.fx.experimental.symbolic_shapes import guard_or_false
 
-        return bool(least < math.inf and guard_or_false(grad.shape[0] >= least))
-    return grad.shape[0] >= least
+        return bool(guard_or_false(rows >= least))
+    return rows >= least
 
 
 def _least_rows(grad: Tensor) -> float:
     """From how many rows on one product of all groups is faster, which has as many times the work."""
-    if grad.is_cuda and grad.dtype.itemsize == 2:
+    if not grad.is_cuda or grad.dtype.itemsize > 4:
+        return math.inf
+    if grad.dtype.itemsize == 2:
         return LEAST_ROWS
     # Exact products of float32 take as long as their work.
-    has_tf32 = grad.is_cuda and grad.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"  # type: ignore[attr-defined]
-    return LEAST_ROWS_TF32 if has_tf32 else math.inf
+    return LEAST_ROWS_TF32 if _has_tf32() else math.inf
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_tf32() -> bool:
+    """Whether PyTorch's products of float32 are TF32's; which a compiler cannot trace, and is a question of time alone."""
+    return float32_products() == "tf32"
 
 
 def _of_relu_gradient(grads: Before, x: Slopes, out: Before, o: NoOptions, wanted: Wanted, backend: str) -> dict[str, Tensor]:

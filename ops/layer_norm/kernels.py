@@ -31,7 +31,7 @@ def layer_norm_kernel(
     x, weight, bias, output, num_rows, row_stride, eps, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """output[n] = (x[n] - mean) / sqrt(variance + eps) * weight + bias, of `BLOCK_N` rows, in float32."""
-    row = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+    row = (tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     column = tl.arange(0, BLOCK_D)
     column_exists = column < WIDTH
     exists = (row < num_rows) & column_exists[None, :]
@@ -71,7 +71,7 @@ def layer_norm_gradients_kernel(
         along = (tl.sum(scaled * normal, 1) / WIDTH)[:, None]
         result = (scaled - (tl.sum(scaled, 1) / WIDTH)[:, None] - normal * along) * inverse[:, None]
         tl.store(of_x + row * WIDTH + column[None, :], result.to(of_x.dtype.element_ty), mask=exists)
-    parts += tl.program_id(0) * (2 * WIDTH) + column
+    parts += tl.program_id(0).to(tl.int64) * (2 * WIDTH) + column
     tl.store(parts, tl.sum(of_weight, 0), mask=column_exists)
     tl.store(parts + WIDTH, tl.sum(of_bias, 0), mask=column_exists)
 

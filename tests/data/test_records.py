@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jagged.data import DataError, staging
+from jagged.data import DataError, sources, staging
 from jagged.data.records import Dataset
 from jagged.data.schema import Column, Kind, Schema
 from tests.conftest import EXAMPLES
@@ -407,6 +407,20 @@ def test_lists_of_thousands_have_the_memory_that_they_need() -> None:
     assert len(dataset.ids("items")) == 1000
 
 
+@pytest.mark.parametrize(("bounds", "expected"), [((0, 600_000_000), 600_000_000), ((2**42, 2**42), 2**42), (None, None)])
+def test_a_table_has_a_share_of_the_memory(
+    monkeypatch: pytest.MonkeyPatch, bounds: tuple[int, int] | None, expected: int | None
+) -> None:
+    """Within bounds: what was enough for most tables, and what leaves room for other processes."""
+    if bounds is not None:
+        monkeypatch.setattr(sources, "_BOUNDS", bounds)
+    with sources.open_table(pa.table({"a": [1]})) as table:
+        ((text,),) = table.sql("SELECT current_setting('memory_limit')")
+    number, unit = text.split()
+    found = float(number) * sources._BYTES[unit]
+    assert 500_000_000 < found < 8_000_000_001 if expected is None else found == pytest.approx(expected, rel=0.02)
+
+
 def test_a_memory_that_is_too_little_is_told_as_such(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("jagged.data.sources._MEMORY_OF_TABLES", "20MB")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -414,7 +428,8 @@ def test_a_memory_that_is_too_little_is_told_as_such(monkeypatch: pytest.MonkeyP
         lists_of(2048, 600)
     what = re.sub(r"(?<=Error: ).* \([\d.]+ MiB/19.0 MiB used\)", "...", str(caught.value))
     assert what == (
-        f"{tmp_path}: memory is out: 'Out of Memory Error: ...'; free some, or set TMPDIR to a directory on a disk with room"
+        f"{tmp_path}: memory is out: 'Out of Memory Error: ...'; take a machine with more, or shorter lists, or set TMPDIR to a "
+        "directory on a disk with room"
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.ops import grouped_linear, mix_groups
 from jagged.ops.grouped_linear.configurations import linear_configuration, mix_tile
-from jagged.ops.grouped_linear.spec import _of_weights
+from jagged.ops.grouped_linear.spec import LEAST_ROWS_TF32, _of_weights
 from tests.graphs import captured
 from tests.oracle import check_three_way
 from tests.places import ONE_ORDER, Place
@@ -129,6 +130,39 @@ def test_gradients_are_one_product_where_it_is_faster(monkeypatch: pytest.Monkey
             continue
         assert batched_products(monkeypatch, rows, (2, 2, 3), dtype) == 0
         assert batched_products(monkeypatch, rows - 1, (2, 2, 3), dtype) == 1
+
+
+@pytest.mark.parametrize("has_tf32", [False, True])
+def test_compiled_gradients_whatever_multiplies_float32(place: Place, monkeypatch: pytest.MonkeyPatch, has_tf32: bool) -> None:
+    """What is asked of PyTorch's settings is no part of a graph."""
+    monkeypatch.setattr(SPEC, "_least_rows", lambda grad: LEAST_ROWS_TF32 if SPEC._has_tf32() else math.inf)
+    torch._dynamo.reset()
+    weight, x = random_tensor((2, 4, 3), torch.float32, 1).requires_grad_(), random_tensor((40, 2, 3), torch.float32, 2)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if has_tf32 else "highest")
+    try:
+        compiled = torch.compile(lambda x: grouped_linear(x, weight, backend=place.backend), backend="aot_eager", fullgraph=True)
+        (found,) = torch.autograd.grad(compiled(x).square().sum(), weight)
+        (expected,) = torch.autograd.grad(grouped_linear(x, weight, backend=place.backend).square().sum(), weight)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    torch.testing.assert_close(found, expected, atol=1e-2 if has_tf32 else 1e-5, rtol=1e-2 if has_tf32 else 1e-5)
+
+
+def test_compiled_gradients_of_rows_that_data_counts(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SPEC, "_least_rows", lambda _: 64)
+    monkeypatch.setattr(torch._dynamo.config, "capture_dynamic_output_shape_ops", True)
+    torch._dynamo.reset()
+    weight, x = random_tensor((2, 4, 3), torch.float32, 1).requires_grad_(), random_tensor((100, 2, 3), torch.float32, 2)
+    keep = torch.arange(100, device=x.device) % 5 > 0
+
+    def layer(x: Tensor, keep: Tensor) -> Tensor:
+        return grouped_linear(x[keep.nonzero()[:, 0]], weight, backend=place.backend)
+
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    (found,) = torch.autograd.grad(compiled(x, keep).square().sum(), weight)
+    (expected,) = torch.autograd.grad(layer(x, keep).square().sum(), weight)
+    torch.testing.assert_close(found, expected)
 
 
 def test_compiled_gradients_of_few_and_many_rows(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -469,6 +469,15 @@ def test_without_a_test_some_rows_are_it(tmp_path: Path) -> None:
     assert sorted(keys(parts.train) + keys(parts.valid) + keys(parts.test)) == sorted(keys(ROWS))
 
 
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_graphs_that_cannot_be_are_refused_before_anything_is_written(tmp_path: Path, dry_run: bool) -> None:
+    made = config_of(tmp_path / "run", training={"cuda_graphs": True})
+    with pytest.raises(TrainingError) as refused:
+        jagged.train(made, (ROWS, TEST), dry_run=dry_run, progress=False)
+    assert str(refused.value) == "cuda_graphs: got true with device cpu, expected cuda; leave it out, or give none"
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
     result = jagged.train(config_of(tmp_path / "run"), (ROWS, TEST), dry_run=True, progress=False)
     assert not (tmp_path / "run").exists()

@@ -265,6 +265,9 @@ def test_trains_as_batches_do_that_nothing_fills(monkeypatch: pytest.MonkeyPatch
     assert isinstance(graphs, Launched)
     assert 1 <= len(graphs.rooms) < len(losses) == graphs.replayed
     assert other._step._graphs is None
+    # Their memory is that of a run.
+    engine.close()
+    assert engine._step._graphs is None
 
 
 def test_trains_in_mixed_precision_as_batches_do_that_nothing_fills(monkeypatch: pytest.MonkeyPatch) -> None:

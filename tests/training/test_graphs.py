@@ -120,7 +120,7 @@ def test_which_runs_are_replayed() -> None:
         assert not serves(**options, cuda_graphs=False)
         with pytest.raises(TrainingError) as refused:
             serves(**options, cuda_graphs=True)
-        assert str(refused.value) == f"cuda_graphs: got true with {told}; leave it out"
+        assert str(refused.value) == f"cuda_graphs: got true with {told}; leave it out, or give none"
 
 
 def test_which_runs_of_requests_are_replayed() -> None:
@@ -150,13 +150,14 @@ def test_runs_of_requests_that_cannot_be_replayed_are_refused(asked: bool | None
     theirs = type("Theirs", (RankingModel,), {})
     frozen = RankingModel.of(split, embedding_dim=8)
     frozen.get_parameter(min(table_names(frozen))).requires_grad_(False)
-    classes, rows = "a NextItemTask, or a RequestModel of jagged.models but DIN", "tables that all learn, and row by row"
+    classes = "a NextItemTask, or a RequestModel of jagged.models but DIN"
+    name = min(table_names(frozen))
     hindered: list[tuple[RequestModel, dict[str, Any], str]] = [
         (DIN.of(split, embedding_dim=8), {}, f"a DIN, expected {classes}"),
         (theirs.of(split, embedding_dim=8), {}, f"a Theirs, expected {classes}"),
         (RankingModel.of(split, loss="pairwise"), {}, "the loss pairwise, expected binary, focal or listwise"),
-        (RankingModel.of(split), {"table_optimizer": "adamw"}, f"table_optimizer adamw, expected {rows}"),
-        (frozen, {}, f"table_optimizer rowwise-adagrad, expected {rows}"),
+        (RankingModel.of(split), {"table_optimizer": "adamw"}, "table_optimizer adamw, expected one that updates row by row"),
+        (frozen, {}, f"the frozen table {name}, expected tables that all learn"),
         (RankingModel.of(split), {"table_cache_bytes": 1_000_000}, "table_cache_bytes 1000000, expected tables on the GPU"),
         (RankingModel.of(shared, embedding_dim=8), {}, "candidates' lists that share a table, as 'styles', expected none"),
     ]
@@ -167,7 +168,21 @@ def test_runs_of_requests_that_cannot_be_replayed_are_refused(asked: bool | None
             continue
         with pytest.raises(TrainingError) as refused:
             graphs_serve(config, task, PROCESSES)
-        assert str(refused.value) == f"cuda_graphs: got true with {told}; leave it out"
+        assert str(refused.value) == f"cuda_graphs: got true with {told}; leave it out, or give none"
+
+
+def test_a_refusal_leaves_the_task_as_it_was() -> None:
+    """Tables that are updated row by row are exchanged for others, but not before."""
+    split = shop("user", "item", "time", "genres", "click", history="events")
+    task = RankingModel.of(split, embedding_dim=8)
+    before = {name: id(of) for name, of in task.named_parameters()}
+    options: dict[str, Any] = {"device": "cpu", "table_optimizer": "rowwise-adagrad"}
+    with process_group(torch.device("cpu")) as processes:
+        with pytest.raises(TrainingError) as refused:
+            Engine(task, TrainerConfig(**options, cuda_graphs=True), "32-true", processes)
+        assert str(refused.value) == "cuda_graphs: got true with device cpu, expected cuda; leave it out, or give none"
+        assert {name: id(of) for name, of in task.named_parameters()} == before
+        Engine(task, TrainerConfig(**options), "32-true", processes).close()
 
 
 def engine_losses(
