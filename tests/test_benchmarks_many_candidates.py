@@ -49,8 +49,8 @@ def test_the_figure_is_drawn(tmp_path: Path) -> None:
     """Also where expanded requests would not fit."""
     rows = {
         str(count): {
-            "jagged": {"ms": 1.0 + count, "bytes": 10**8 * count},
-            "expanded": {"ms": 2.0 * count, "bytes": 10**9 * count},
+            "jagged": {"ms": 9.0 + count, "gpu_ms": 1.0 + count, "bytes": 10**8 * count},
+            "expanded": {"ms": 9.0 * count, "gpu_ms": 2.0 * count, "bytes": 10**9 * count},
         }
         for count in many_candidates.CANDIDATES
     }
