@@ -72,7 +72,8 @@ def sweep(rows: int, width: int) -> None:
     leaves = [of.requires_grad_() for of in (x, weight, bias)]
     for elements, warps, programs in itertools.product(*TILES):
         kernels.ELEMENTS = kernels.ELEMENTS_BACKWARD = elements
-        kernels.NUM_WARPS, kernels.PROGRAMS = warps, programs
+        kernels.NUM_WARPS = kernels.NUM_WARPS_BACKWARD = warps
+        kernels.PROGRAMS = programs
 
         def backward() -> Callable[[], Any]:
             output = layer_norm(*leaves, dtype=torch.bfloat16)

@@ -6,7 +6,8 @@
 The trainer's engine, with graphs of forward and backward and mixed precision, on batches of equally long histories of random
 items: lookups, two blocks, a loss over drawn items or over all, clipping by the global norm, and the update of everything.
 `adamw` is the dense optimizer, whose table has a gradient of its own size; the others change the rows that a step names. A loss
-over all items names every row: by its whole gradient, or by slices of it, which the norm and the update compute one by one.
+over all items names every row: by its whole gradient, or by slices of it. The norm makes each slice, and the update again those
+beyond the bytes that are given for the gradient.
 
 Times are of steps one after the other, batches copied from the host with them; medians over rounds of ten. Memory is the most
 that is allocated in a step, weights and states with it.
@@ -54,7 +55,8 @@ CASES = {
     "256 x 172, 1,023 a row": Case(256, 172, 1023),
     "256 x 172, 8,192 of the batch": Case(256, 172, 8192, None),
     "256 x 172, all items": Case(256, 172, None),
-    "256 x 172, all items, in slices": Case(256, 172, None, table_gradient_bytes=256 * 2**20),
+    "256 x 172, all items, 256 MiB": Case(256, 172, None, table_gradient_bytes=256 * 2**20),
+    "256 x 172, all items, 1,536 MiB": Case(256, 172, None, table_gradient_bytes=1536 * 2**20),
     "16 x 128, 1,023 a row": Case(16, 128, 1023),
 }
 

@@ -67,6 +67,12 @@ class HeldUpdates:
         norms = [of.norm() for of in self._updates]
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
+    @property
+    def order_bytes(self) -> int | None:
+        """Bytes that `norm` keeps for `step` of the lookups that are held; None where it keeps parts of a table's gradient."""
+        found = [of.order_bytes for of in self._updates]
+        return None if None in found else sum(of for of in found if of is not None)
+
     def step(self, scale: Tensor | None = None) -> Tensor:
         """Update the tables.
 
@@ -90,14 +96,17 @@ class HeldUpdates:
         found = [of.is_finite() for of in self._updates]
         return torch.stack(found).all() if found else torch.ones((), dtype=torch.bool)
 
-    def take(self) -> list[list[Any]]:
-        """Take what is held, to give it back: of a CUDA graph, whose replays write the same tensors."""
+    def take(self) -> list[Any]:
+        """Take what is held, to give it back: of a CUDA graph, whose replays write the same tensors.
+
+        Where `norm` was captured with them, its replays make it, too.
+        """
         return [of.take() for of in self._updates]
 
-    def give(self, taken: list[list[Any]]) -> None:
+    def give(self, taken: list[Any]) -> None:
         """Hold what was taken."""
-        for of, calls in zip(self._updates, taken, strict=True):
-            of.give(calls)
+        for of, one in zip(self._updates, taken, strict=True):
+            of.give(one)
 
     def drop(self) -> None:
         """Forget the gradients that are held."""

@@ -9,6 +9,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from jagged.modules.attention import bias_parameters, check_times, draw_biases
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import check_width, with_values
+from jagged.modules.layer_norm import LayerNorm
 from jagged.ops import Window, jagged_hstu_attention
 
 
@@ -104,9 +105,9 @@ class HSTUBlock(JaggedModule):
         self.normalizer = normalizer
         self.relative_bias, self.time_bias = bias_parameters(num_heads, max_distance, num_time_buckets, device)
         width = num_heads * (embedding_dim // num_heads if head_dim is None else head_dim)
-        self.input_norm = nn.LayerNorm(embedding_dim, eps=1e-6, device=device)
+        self.input_norm = LayerNorm(embedding_dim, 1e-6, autocast_output=True, device=device)
         self.uvqk_projection = nn.Linear(embedding_dim, 4 * width, device=device)
-        self.attention_norm = nn.LayerNorm(width, eps=1e-6, device=device)
+        self.attention_norm = LayerNorm(width, 1e-6, autocast_output=True, device=device)
         self.output_projection = nn.Linear(width, embedding_dim, device=device)
         self.dropout = nn.Dropout(dropout)
         self.reset_parameters()

@@ -11,6 +11,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from jagged.modules.attention import JaggedSelfAttention
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import with_values
+from jagged.modules.layer_norm import LayerNorm
 from jagged.ops import Window
 
 
@@ -63,8 +64,10 @@ class JaggedTransformerBlock(JaggedModule):
         if norm not in ("pre", "post"):
             raise ValueError(f"norm: expected 'pre' or 'post', got {norm!r}")
         self.norm = norm
+        # Behind an addition the output is the residual itself.
+        is_read = norm == "pre"
         hidden_dim = embedding_dim if hidden_dim is None else hidden_dim
-        self.attention_norm = nn.LayerNorm(embedding_dim, device=device)
+        self.attention_norm = LayerNorm(embedding_dim, autocast_output=is_read, device=device)
         self.attention = JaggedSelfAttention(
             embedding_dim,
             num_heads,
@@ -78,7 +81,7 @@ class JaggedTransformerBlock(JaggedModule):
             attention_dropout=attention_dropout,
             device=device,
         )
-        self.feed_forward_norm = nn.LayerNorm(embedding_dim, device=device)
+        self.feed_forward_norm = LayerNorm(embedding_dim, autocast_output=is_read, device=device)
         self.feed_forward = nn.Sequential(
             nn.Linear(embedding_dim, hidden_dim, device=device),
             nn.GELU(),

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.models.bodies import GeneralBody, Widths
 from jagged.models.features import HistoryEncoder, RankingInputs, check_histories
 from jagged.models.request_model import RequestModel
-from jagged.modules import TargetAttention, with_values
+from jagged.modules import LayerNorm, TargetAttention, with_values
 from jagged.ops import Activation
 
 
@@ -24,7 +24,7 @@ class TargetHistory(HistoryEncoder):
     def _build(self, config: Mapping[str, Any], has_candidates: bool, device: torch.device | str | None) -> None:
         width = config["embedding_dim"]
         # Tables begin small, and products of small vectors teach little.
-        self.event_norm, self.candidate_norm = (nn.LayerNorm(width, device=device) for _ in range(2))
+        self.event_norm, self.candidate_norm = (LayerNorm(width, device=device) for _ in range(2))
         self.attention = TargetAttention(width, config["attention_sizes"], activation=config["activation"], device=device)
 
     def forward(

@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.models.features import HistoryEncoder, RankingInputs, check_histories
 from jagged.models.ranking import RankingModel
-from jagged.modules import HSTUBlock, PositionalEncoding
+from jagged.modules import HSTUBlock, LayerNorm, PositionalEncoding
 from jagged.ops import jagged_concat, jagged_split, sample_of_row
 
 
@@ -44,7 +44,7 @@ class HSTUHistory(HistoryEncoder):
             )
             for _ in range(config["num_layers"])
         )
-        self.norm = nn.LayerNorm(width, device=device)
+        self.norm = LayerNorm(width, device=device)
 
     def forward(
         self,

@@ -16,6 +16,7 @@ from jagged.modules import (
     JaggedModule,
     JaggedPooling,
     JaggedTransformerBlock,
+    LayerNorm,
     PositionalEncoding,
     TimeEncoding,
     with_values,
@@ -376,7 +377,7 @@ class History(HistoryEncoder):
         self.blocks = nn.ModuleList(
             JaggedTransformerBlock(width, heads, dropout=config["dropout"], device=device) for _ in range(config["num_layers"])
         )
-        self.norm = nn.LayerNorm(width, device=device)
+        self.norm = LayerNorm(width, device=device)
         self.mean = JaggedPooling(width, "mean")
         self.attention = JaggedCrossAttention(width, heads, device=device) if has_candidates else None
 

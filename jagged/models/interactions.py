@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.models.experts import GroupedLinear
-from jagged.modules import JaggedModule, with_values
+from jagged.modules import JaggedModule, LayerNorm, with_values
 from jagged.modules.jagged_tensor import check_samples
 from jagged.ops import ACTIVATIONS, Activation, jagged_cross, jagged_dense_add, jagged_dense_bmm, jagged_linear
 
@@ -393,11 +393,11 @@ class WukongLayer(JaggedModule):
         self.linear = nn.Linear(num_tokens, num_linear_tokens, bias=False, device=device)
         self.residual = nn.Linear(num_tokens, num_out, bias=False, device=device) if num_out != num_tokens else None
         widths = [num_tokens * rank, *hidden_sizes, num_fm_tokens * token_dim]
-        layers: list[nn.Module] = [nn.LayerNorm(widths[0], device=device)]
+        layers: list[nn.Module] = [LayerNorm(widths[0], autocast_output=True, device=device)]
         for a, b in itertools.pairwise(widths):
             layers += [nn.Linear(a, b, device=device), nn.ReLU()]
         self.mlp = nn.Sequential(*layers[:-1])
-        self.norm = nn.LayerNorm(token_dim, device=device)
+        self.norm = LayerNorm(token_dim, device=device)
 
     def forward(self, x: Tensor | JaggedTensor, context: Tensor | None = None) -> Tensor:
         """Return each row's new tokens, made of its own and of its sample's."""
@@ -553,13 +553,13 @@ class MaskBlock(JaggedModule):
         self.guide_features = guide = in_features if guide_features is None else guide_features
         hidden = 2 * guide if mask_features is None else mask_features
         _check_sizes(in_features=in_features, out_features=out_features, guide_features=guide, mask_features=hidden)
-        self.norm = nn.LayerNorm(in_features, device=device) if normalize else None
+        self.norm = LayerNorm(in_features, autocast_output=True, device=device) if normalize else None
         self.mask = nn.Sequential(
             nn.Linear(guide, hidden, device=device), nn.ReLU(), nn.Linear(hidden, in_features, device=device)
         )
         # The bias is that of the layer norm.
         self.hidden = nn.Linear(in_features, out_features, bias=False, device=device)
-        self.hidden_norm = nn.LayerNorm(out_features, device=device)
+        self.hidden_norm = LayerNorm(out_features, autocast_output=True, device=device)
 
     def forward(self, x: Tensor, guide: Tensor | None = None) -> Tensor:
         """Transform each row."""
@@ -653,7 +653,7 @@ class _MaskBlocks(nn.Module):
     def __init__(self, in_features: int, out_features: int, count: int, mask_features: int, device: Device) -> None:
         super().__init__()
         self.count = count
-        self.norm = nn.LayerNorm(in_features, device=device)
+        self.norm = LayerNorm(in_features, autocast_output=True, device=device)
         self.mask = nn.Linear(in_features, count * mask_features, device=device)
         self.mask_out = GroupedLinear(mask_features, in_features, count, device=device)
         self.hidden = GroupedLinear(in_features, out_features, count, bias=False, device=device)

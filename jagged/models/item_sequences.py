@@ -17,6 +17,7 @@ from jagged.models.validation import validate_features
 from jagged.modules import (
     GroupSparseHead,
     JaggedPooling,
+    LayerNorm,
     PositionalEncoding,
     ScheduledEmbeddingCollection,
     SplitEmbeddingCollection,
@@ -102,7 +103,7 @@ class ItemSequenceModel(nn.Module):
         )
         self.embedding_dropout = nn.Dropout(config["dropout"])
         self.blocks = nn.ModuleList(make_block() for _ in range(config["num_layers"]))
-        self.norm = nn.LayerNorm(width, device=device)
+        self.norm = LayerNorm(width, device=device)
         self.last = JaggedPooling(width, "last")
         if output is None and output_fan_in is not None:
             output = GroupSparseHead.shaped(

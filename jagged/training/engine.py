@@ -86,7 +86,7 @@ class Engine:
         if self._sharded is None and (rows := update_tables_in_backward(task, config, processes.world_size)) is not None:
             self._rows, held = rows, rows.held
         # The optimizer comes with what it updates, and what is updated may be replicated by the wrapper.
-        self._step = _Step(task, precision, processes, by_graphs, held).to(device)
+        self._step = _Step(task, precision, processes, by_graphs, held, clips=config.gradient_clip_norm is not None).to(device)
         self._tables = {path: module for path, module in task.named_modules() if isinstance(module, SplitEmbeddingCollection)}
         self._splits = {
             f"{path}.{name}": table.split for path, table in self._tables.items() for name, _ in table.named_parameters()
@@ -346,7 +346,14 @@ class _Step(nn.Module):
     """What the pipeline runs: the task under autocast, its loss weighted so that processes average to the joint batch's mean."""
 
     def __init__(
-        self, task: nn.Module, precision: str, processes: Processes, graphs: bool, held: HeldUpdates | None = None
+        self,
+        task: nn.Module,
+        precision: str,
+        processes: Processes,
+        graphs: bool,
+        held: HeldUpdates | None = None,
+        *,
+        clips: bool = False,
     ) -> None:
         super().__init__()
         self.task = task
@@ -356,10 +363,11 @@ class _Step(nn.Module):
         self._graphs: GraphedSteps | None = None
         if graphs and isinstance(task, NextItemTask):
             sizes = SequenceSizes(task.model.config["num_items"])
-            self._graphs = GraphedSteps(lambda batch: (self._task(batch).loss, None), sizes, task, processes.device, held)
+            forward = lambda batch: (self._task(batch).loss, None)  # noqa: E731
+            self._graphs = GraphedSteps(forward, sizes, task, processes.device, held, clips=clips)
         elif graphs and isinstance(task, RequestModel):
             of_requests = RequestSizes(frozenset(task.inputs.list_histories))
-            self._graphs = GraphedSteps(self._loss_and_rows, of_requests, task, processes.device, held)
+            self._graphs = GraphedSteps(self._loss_and_rows, of_requests, task, processes.device, held, clips=clips)
 
     def drop_graphs(self) -> None:
         """Let go of captured steps, and of the memory that they keep."""

@@ -20,6 +20,7 @@ from jagged.evaluation import event_features, item_table, takes_times
 from jagged.models import NextItemTask, RequestModel
 from jagged.modules import MixedSampler, SampledCrossEntropyHead
 from jagged.modules.trained_tables import TrainedTables
+from jagged.ops.cross_entropy.slices import SLICES_OF_BUDGET
 from jagged.ops.sampled_cross_entropy.api import MOST_GATHERED
 from jagged.scoring import DEFAULT_MAX_BYTES
 from jagged.training.display import memory_in_use
@@ -61,7 +62,7 @@ class Forecast:
         cached: of tables in the host's memory, what rows on the device take, with the optimizer's states; on a GPU it is part of
             `present`.
         host: on a GPU, what such tables take of the host's memory: their weights, the best so far, and the optimizer's states.
-        slices: how often a step makes the item table's gradient, slice by slice; 0 where it is kept.
+        slices: how often a step makes the item table's gradient, slice by slice, from 1 to 2; 0 where it is kept.
         optimizer: AdamW's two moments, and what tables have by `table_optimizer`.
         activations: of a step of the most tokens: 1.6 times what it keeps for its backward, measured on a probe of this model;
             the rest is for what the backward itself needs, and for gaps between freed blocks. On requests with `graphs` twice
@@ -91,7 +92,7 @@ class Forecast:
     steps_per_epoch: int
     max_steps: int
     counted: tuple[str, str] = ("users", "events")
-    slices: int = 0
+    slices: float = 0
     cached: int = 0
     host: int = 0
 
@@ -107,8 +108,10 @@ class Forecast:
 
     @property
     def _in_slices(self) -> str:
-        how_often = {0: "", 1: " (the item table's in slices)", 2: " (the item table's in slices, twice for their norm)"}
-        return how_often[self.slices]
+        if not self.slices:
+            return ""
+        twice = f", {self.slices - 1:.0%} of it twice for its norm" if self.slices > 1 else ""
+        return f" (the item table's in slices{twice})"
 
     @property
     def _of_cache(self) -> str:
@@ -190,9 +193,13 @@ def forecast(
     )
 
 
-def _times_in_slices(options: LoopOptions, table: Tensor) -> int:
+def _times_in_slices(options: LoopOptions, table: Tensor) -> float:
     most = options.table_gradient_bytes
-    return 0 if most is None or most >= table.nbytes else 1 if options.gradient_clip_norm is None else 2
+    if most is None or most >= table.nbytes:
+        return 0
+    # One slice is in work, the others of the budget wait for the update.
+    kept = most * (1 - 1 / SLICES_OF_BUDGET)
+    return 1 if options.gradient_clip_norm is None else 2 - kept / table.nbytes
 
 
 def forecast_requests(
@@ -330,8 +337,8 @@ def _row_bytes(task: NextItemTask, table: Tensor, tokens: float, most_bytes: int
     """What gradients of the rows that a step looks up and scores take until the rows are updated, or more."""
     row, scored = 3 * 4 * table.shape[1], _scored_rows(task, tokens)
     if most_bytes is not None:
-        # Of a slice, and of the rows that are read once more beside each.
-        return 3 * min(most_bytes, table.nbytes) + row * tokens
+        # Slices, one more while it is put together with the rows that are read, and those.
+        return (1 + 2 / SLICES_OF_BUDGET) * min(most_bytes, table.nbytes) + row * tokens
     sampler = getattr(task.head, "sampler", None)
     if getattr(sampler, "rows_per_draw", None) == 1 and scored <= MOST_GATHERED * len(table):
         # In factors, with the hidden states.

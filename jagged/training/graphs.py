@@ -19,6 +19,9 @@ from jagged.training.optimizer import table_names
 from jagged.training.processes import Processes
 from jagged.training.table_updates import all_by_rows
 
+# Bytes that each graph may keep of a norm of tables' gradients; without them the norm is launched by itself.
+_MOST_KEPT = 64 * 2**20
+
 
 def graphs_serve(config: TrainerConfig, task: nn.Module, processes: Processes) -> bool:
     """Whether a run's steps are replayed as graphs: where they can be, unless that is turned off.
@@ -97,7 +100,7 @@ class _Graph:
     # What the loss is a mean over, where the host does not know.
     rows: Tensor | None
     # The tensors of tables' gradients that a replay writes.
-    held: list[list[Any]]
+    held: list[Any]
 
 
 class GraphedSteps:
@@ -113,6 +116,7 @@ class GraphedSteps:
         module: its parameters have gradients, but for tables that are updated row by row.
         device: a CUDA device.
         held: holds the gradients of these rows.
+        clips: whether their norm is asked for in each step. Graphs make it, too, where they need little memory for it.
     """
 
     def __init__(
@@ -122,8 +126,10 @@ class GraphedSteps:
         module: nn.Module,
         device: torch.device,
         held: HeldUpdates | None = None,
+        *,
+        clips: bool = False,
     ) -> None:
-        self._forward, self._sizes, self._device, self._held = forward, sizes, device, held
+        self._forward, self._sizes, self._device, self._held, self._clips = forward, sizes, device, held, clips
         collections = (part for part in module.modules() if isinstance(part, TrainedTables) and part.optimizers)
         without = {id(parameter) for part in collections for parameter in part.parameters()}
         self._parameters = [of for of in module.parameters() if of.requires_grad and id(of) not in without]
@@ -188,4 +194,6 @@ class GraphedSteps:
         torch._foreach_zero_(self._gradients)
         loss, rows = self._forward(batch)
         loss.backward()  # type: ignore[no-untyped-call]
+        if self._held is not None and self._clips and (kept := self._held.order_bytes) is not None and kept <= _MOST_KEPT:
+            self._held.norm()
         return loss.detach(), rows

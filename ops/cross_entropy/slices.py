@@ -1,7 +1,7 @@
 """The weights' gradient in slices of items, for tables that an optimizer updates: no gradient of the whole table is stored.
 
 Backward hands over what gradients of logits are made of, which is a vector of each row, beside hidden states. The optimizer asks
-for a slice when it comes to it, and again where it needs a norm first.
+for a slice when it comes to it, and again where it needs a norm first and there was no memory to keep the slice.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch.autograd.function import once_differentiable
 from jagged.ops._shared.validation import autocast_dtype
 from jagged.ops.cross_entropy.spec import LINEAR_CROSS_ENTROPY, WEIGHT_GRADIENT, GradientInputs, Inputs, Options
 
+#: So many fill the memory budget: small ones leave most of it to those that are kept, and each is some launches.
+SLICES_OF_BUDGET = 8
 #: Takes a gradient in slices.
 Taker = Callable[["WeightSlices"], None]
 
@@ -25,11 +27,15 @@ class WeightSlices:
 
     Attributes:
         items: how many a slice has at most.
+        kept: how many those have together that may be kept for a second walk; with one more slice they fill the budget.
     """
 
     def __init__(self, x: GradientInputs, o: Options, backend: str | None) -> None:
         self._x, self._o, self._backend = x, o, backend
-        self.items = _items_of_slice(x.weight, o)
+        bytes_of_item = x.weight.shape[1] * max(4, x.weight.element_size())
+        most = max(1, o.memory_budget // bytes_of_item)
+        self.items = max(1, min(x.weight.shape[0], most // SLICES_OF_BUDGET))
+        self.kept = most - self.items
 
     def __call__(self, first: int, last: int) -> Tensor:
         """Return the gradient of the items from `first` to before `last`, `[last - first, D]`, at least float32."""
@@ -70,11 +76,6 @@ def with_slices(x: Inputs, o: Options, backend: str | None, take: Taker) -> tupl
     """Return what the operator does of each row, in whose backward pass the gradient of the weights is handed over."""
     outputs = LINEAR_CROSS_ENTROPY(x._replace(weight=x.weight.detach()), o, backend)
     return _Slices.apply(x.weight, *outputs, take, x, o, backend)  # type: ignore[no-any-return]
-
-
-def _items_of_slice(weight: Tensor, o: Options) -> int:
-    bytes_of_item = weight.shape[1] * max(4, weight.element_size())
-    return max(1, min(weight.shape[0], o.memory_budget // bytes_of_item))
 
 
 class _Slices(torch.autograd.Function):

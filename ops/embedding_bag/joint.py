@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from jagged.ops._shared.backends import resolve_backend
-from jagged.ops._shared.copies import to_device
+from jagged.ops._shared.copies import DeviceCopy
 from jagged.ops._shared.room import joined
 from jagged.ops.embedding_bag.api import prepared
 from jagged.ops.embedding_bag.fields import BATCH, OfBatch
@@ -46,6 +46,13 @@ class _Call(NamedTuple):
     counted_rows: int | None
     backend: str | None
     order: Order | None = None
+
+
+class _Taken(NamedTuple):
+    """What was held; the sum of the rows' squares, where what wrote the gradients writes it, too."""
+
+    calls: list[Any]
+    squares: Tensor | None
 
 
 class JointUpdate:
@@ -106,7 +113,10 @@ class JointUpdate:
         self._held: list[_Call | Slices] = []
         # What was found out about what is held.
         self._squares: Tensor | None = None
+        self._squares_are_captured = False
         self._finite: Tensor | None = None
+        # Slices that the norm has made and that there is memory for, by table and first row.
+        self._kept: dict[tuple[int, int], Tensor] = {}
         self._is_captured = False
 
     def embedding_bags(
@@ -180,6 +190,7 @@ class JointUpdate:
         self._held = _joined_lookups(self._held)
         if self._squares is None:
             self._squares = self._row_squares().sum(dtype=torch.float64)
+            self._squares_are_captured = _is_capturing(self.weights)
         return self._squares.sqrt().float()
 
     def _row_squares(self) -> Tensor:
@@ -187,7 +198,7 @@ class JointUpdate:
         squares = torch.zeros(self.optimizer.layout.first_rows[-1], dtype=torch.float32, device=self.weights.device)
         states = self.weights, squares, squares[:0], None, self.optimizer.step, self.optimizer.learning_rate
         rule = Rule(SQUARES, 0.0, 0.0, 0.0, 0.0, False, True, None)
-        for call in self._parts(self._held):
+        for call in self._parts(self._held, self._kept, keeps=True):
             order = None
             if call is self._held[0] and resolve_backend(call.backend, call.lookups.grad) == "triton":
                 # Of the lookups that `step` updates by.
@@ -198,6 +209,14 @@ class JointUpdate:
             # The next slice is made when nothing holds this one.
             del call, inputs
         return squares
+
+    @property
+    def order_bytes(self) -> int | None:
+        """Bytes that `norm` keeps for `step` of the lookups that are held; None where it keeps parts of a table's gradient."""
+        if any(isinstance(of, Slices) for of in self._held):
+            return None
+        # A row, a source and a factor.
+        return 12 * sum(of.lookups.indices.shape[0] for of in self._held if isinstance(of, _Call))
 
     def is_finite(self) -> Tensor:
         """Return whether all that is held is finite, and the norm that was asked for: `[]` bool on the device."""
@@ -232,34 +251,42 @@ class JointUpdate:
                 "step: a CUDA graph keeps its gradients from call to call, but no replay hands them over; capture the step, too, "
                 "or take() them after the capture and give() them after each replay"
             )
-        is_step, calls = self.is_finite(), self._held
+        is_step, calls, kept = self.is_finite(), self._held, self._kept
         if scale is not None:
             is_step = is_step & torch.isfinite(scale)
         self.drop()
         if is_step.is_cuda or is_step:
-            self._update(calls, is_step, scale)
+            self._update(calls, is_step, scale, kept)
         return is_step
 
-    def take(self) -> list[Any]:
+    def take(self) -> Any:
         """Take what is held, to give it back later.
 
         Of a captured CUDA graph these are the tensors that its replays write: given back after each replay, `step` updates by it.
+        Where `norm` was captured, too, its replays make it.
         """
-        # Replays write other ids, whose order is another one.
-        calls = [of._replace(order=None) if isinstance(of, _Call) else of for of in self._held]
-        self._held, self._squares, self._finite = [], None, None
-        return calls
+        calls, squares = self._held, self._squares if self._squares_are_captured else None
+        if squares is None:
+            # Replays write other ids, whose order is another one.
+            calls = [of._replace(order=None) if isinstance(of, _Call) else of for of in calls]
+        self._held = []
+        self._forget()
+        return _Taken(calls, squares)
 
-    def give(self, calls: list[Any]) -> None:
+    def give(self, taken: Any) -> None:
         """Hold what was taken, beside what is held."""
+        calls, squares = taken
+        is_all = not self._held
+        self._forget()
         # A replay has read the tables as they are now, whatever they were when it was captured.
         version = self.weights._version
         self._held = self._held + [of._replace(version=version) if isinstance(of, Slices) else of for of in calls]
-        self._squares, self._finite, self._is_captured = None, None, False
+        self._squares, self._is_captured = squares if is_all else None, False
 
     def drop(self) -> None:
         """Forget the gradients that are held."""
-        self._held, self._squares, self._finite = [], None, None
+        self._held = []
+        self._forget()
         if self._done is not None:
             self._done()
 
@@ -286,15 +313,26 @@ class JointUpdate:
             return
         if self.holds:
             self._held = self._held + calls
-            self._squares, self._finite, self._is_captured = None, None, _is_capturing(self.weights)
+            self._forget()
+            self._is_captured = _is_capturing(self.weights)
             return
         self._update(calls)
 
-    def _update(self, calls: list[_Call | Slices], is_step: Tensor | None = None, scale: Tensor | None = None) -> None:
+    def _forget(self) -> None:
+        """Forget what was found out about what is held."""
+        self._squares, self._squares_are_captured, self._finite, self._kept = None, False, None, {}
+
+    def _update(
+        self,
+        calls: list[_Call | Slices],
+        is_step: Tensor | None = None,
+        scale: Tensor | None = None,
+        kept: dict[tuple[int, int], Tensor] | None = None,
+    ) -> None:
         if self._check is not None:
             self._check()
         of, steps = self.optimizer, 1 if is_step is None else is_step
-        for call in self._parts(calls):
+        for call in self._parts(calls, kept or {}):
             x, order = _scaled(call, is_step, scale)
             states = self.weights, of.first, of.second, of.last, of.step, of.learning_rate
             inputs = UpdateInputs._make((*states, *(order or (None, None, None)), *x))
@@ -305,7 +343,7 @@ class JointUpdate:
         if self._done is not None:
             self._done()
 
-    def _parts(self, calls: list[_Call | Slices]) -> Iterator[_Call]:
+    def _parts(self, calls: list[_Call | Slices], kept: dict[tuple[int, int], Tensor], *, keeps: bool = False) -> Iterator[_Call]:
         """Yield what calls hand over, each row in one part alone; a slice of a table is made when it is asked for."""
         calls = _joined_lookups(calls)
         lookups, slices = [of for of in calls if isinstance(of, _Call)], [of for of in calls if isinstance(of, Slices)]
@@ -323,7 +361,7 @@ class JointUpdate:
             entries = Entries(layout, _joined([call], layout))
             if (others := entries.of_others([of.number for of in slices])) is not None:
                 yield call._replace(layout=entries.layout, lookups=others)
-        for part in slices_of(slices, self.optimizer.layout.rows):
+        for part in slices_of(slices, self.optimizer.layout.rows, kept, keeps=keeps):
             ids = torch.arange(part.first, part.last, device=part.gradient.device)
             ends = torch.arange(len(ids) + 1, device=ids.device)
             call = _call_of_bags(self, part.number, slices[0].backend, part.gradient, ids, ends, None)
@@ -334,7 +372,16 @@ class JointUpdate:
             del call
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_token": None, "_calls": [], "_backward": -1, "_held": [], "_squares": None, "_finite": None}
+        return {
+            **self.__dict__,
+            "_token": None,
+            "_calls": [],
+            "_backward": -1,
+            "_held": [],
+            "_squares": None,
+            "_finite": None,
+            "_kept": {},
+        }
 
 
 class _Update(torch.autograd.Function):
@@ -515,7 +562,7 @@ def _joined(calls: list[_Call], layout: BagLayout) -> WeightsInputs:
         )
     indices = torch.cat([x.indices for x in given])
     host_batches, batches = _on_both(tuple(rows), grad.device)
-    of_layout = layout.tensor(grad.device), batches, layout.fields, host_batches
+    of_layout = layout.tensor(grad.device), batches.read(), layout.fields, host_batches
     return WeightsInputs(grad, indices, torch.cat(offsets), samples, *of_layout)
 
 
@@ -545,7 +592,7 @@ def _alone(layout: BagLayout, number: int) -> BagLayout:
 
 
 @functools.lru_cache(maxsize=256)
-def _on_both(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+def _on_both(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, DeviceCopy]:
     with as_real_tensors():
         host = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(BATCH))
-        return host, to_device(host, device)
+        return host, DeviceCopy(host, device)

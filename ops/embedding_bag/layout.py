@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from jagged.ops._shared.copies import to_device
+from jagged.ops._shared.copies import DeviceCopy, to_device
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.embedding_bag.fields import BATCH, FEATURE, OfBatch, OfFeature, OfPart, OfPlace, OfTable
 
@@ -36,6 +36,14 @@ class Batches(NamedTuple):
 
     host: Tensor
     device: Tensor
+    size: int
+
+
+class _KeptBatches(NamedTuple):
+    """`Batches` that are read again and again."""
+
+    host: Tensor
+    copied: DeviceCopy
     size: int
 
 
@@ -240,12 +248,13 @@ class BagLayout:
         if torch.compiler.is_compiling():
             # A graph for all sizes looks nothing up by them.
             return _new_batches(self._of_batches, sizes, device, num_samples)
-        return self._batches(sizes, device, num_samples)
+        host, copied, size = self._batches(sizes, device, num_samples)
+        return Batches(host, copied.read(), size)
 
     @functools.cached_property
-    def _batches(self) -> Callable[[tuple[int, ...], torch.device, int | None], Batches]:
+    def _batches(self) -> Callable[[tuple[int, ...], torch.device, int | None], _KeptBatches]:
         # Not of a method: a layout goes when it is let go, and what it keeps on a device with it.
-        return functools.lru_cache(maxsize=256)(functools.partial(_new_batches, self._of_batches))
+        return functools.lru_cache(maxsize=256)(functools.partial(_kept_batches, self._of_batches))
 
     @property
     def _of_batches(self) -> _OfBatches:
@@ -315,6 +324,18 @@ class BagLayout:
 def _new_batches(of: _OfBatches, sizes: tuple[int, ...], device: torch.device, num_samples: int | None) -> Batches:
     if any(isinstance(size, torch.SymInt) for size in sizes) and not torch.compiler.is_dynamo_compiling():
         return _traced_batches(of, sizes, device, num_samples)
+    with as_real_tensors():
+        host, size = _host_batches(of, sizes, num_samples)
+        return Batches(host, to_device(host, device), size)
+
+
+def _kept_batches(of: _OfBatches, sizes: tuple[int, ...], device: torch.device, num_samples: int | None) -> _KeptBatches:
+    with as_real_tensors():
+        host, size = _host_batches(of, sizes, num_samples)
+        return _KeptBatches(host, DeviceCopy(host, device), size)
+
+
+def _host_batches(of: _OfBatches, sizes: tuple[int, ...], num_samples: int | None) -> tuple[Tensor, int]:
     of_features = list(zip(sizes, of.widths, of.columns[:-1], of.sequences, strict=True))
     pooled = sum(count * width for count, width, _, is_sequence in of_features if not is_sequence)
     first, rows = 0, []
@@ -330,9 +351,7 @@ def _new_batches(of: _OfBatches, sizes: tuple[int, ...], device: torch.device, n
         # A named tuple would make Dynamo compile for each number.
         rows.append(tuple(OfBatch(first_bag=first, num_bags=count, output_begin=begin, output_stride=stride)))
         first += count
-    with as_real_tensors():
-        host = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(BATCH))
-        return Batches(host, to_device(host, device), next_sequence)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(BATCH)), next_sequence
 
 
 def _traced_batches(of: _OfBatches, sizes: tuple[int, ...], device: torch.device, num_samples: int | None) -> Batches:

@@ -15,9 +15,10 @@ from jagged.ops.embedding_bag.spec import WeightsInputs
 
 
 class Source(Protocol):
-    """The gradient of a table, `[rows, width]`, by slices of at most `items` rows."""
+    """The gradient of a table, `[rows, width]`, by slices of at most `items` rows, of which `kept` may wait for a second walk."""
 
     items: int
+    kept: int
 
     def __call__(self, first: int, last: int) -> Tensor:
         """Return that of the rows from `first` to before `last`, in float32 or float64."""
@@ -44,16 +45,29 @@ class Slice(NamedTuple):
     gradient: Tensor
 
 
-def slices_of(given: Sequence[Slices], rows: tuple[int, ...]) -> Iterator[Slice]:
-    """Yield the slices of all tables that have any. Each is let go before the next is made."""
+def slices_of(
+    given: Sequence[Slices], rows: tuple[int, ...], kept: dict[tuple[int, int], Tensor], *, keeps: bool = False
+) -> Iterator[Slice]:
+    """Yield the slices of all tables that have any. Each is let go before the next is made.
+
+    Args:
+        given: what tables' gradients are made of.
+        rows: of each table.
+        kept: gradients by table and first row, which are taken from here and not made again.
+        keeps: put there what there is memory for.
+    """
     for number in dict.fromkeys(of.number for of in given):
         sources = [of.source for of in given if of.number == number]
-        step = min(source.items for source in sources)
+        step, left = min(source.items for source in sources), min(source.kept for source in sources)
         for first in range(0, rows[number], step):
             last = min(first + step, rows[number])
-            gradient = sources[0](first, last)
-            for source in sources[1:]:
-                gradient += source(first, last)
+            gradient = kept.pop((number, first), None)
+            if gradient is None:
+                gradient = sources[0](first, last)
+                for source in sources[1:]:
+                    gradient += source(first, last)
+            if keeps and last - first <= left:
+                kept[number, first], left = gradient, left - (last - first)
             yield Slice(number, first, last, gradient)
             del gradient
 

@@ -17,13 +17,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from jagged.ops import BagLayout, BagOptimizer, JointUpdate, linear_cross_entropy
+from jagged.ops.cross_entropy.slices import WeightSlices
 from tests.graphs import captured
 from tests.memory import PeakMemory
 from tests.places import PLACE, Place
 from tests.strategies import random_tensor
 
 ITEMS, WIDTH, ROWS = 40, 12, 13
-# Of seven rows, the last of five.
+# A row at a time; six wait for the step where a norm was asked for.
 SLICE = 7 * WIDTH * 4
 #: A pooled feature that is a mean and a sequence of the table that is scored; a pooled feature of another.
 LAYOUT = BagLayout((9, ITEMS), (5, WIDTH), (1, 0, 1), (True, False, False), (False, False, True))
@@ -147,6 +148,26 @@ def test_one_slice_is_kept_at_a_time(place: Place, holds: bool) -> None:
             tables.step(1 / tables.norm())
     # With what is beside it: a few numbers of each row.
     assert memory.peak < 1.9 * budget
+
+
+def test_slices_wait_for_the_step_as_far_as_the_budget_goes(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm makes every slice, and its step those again that there was no memory for."""
+    made: list[int] = []
+    make = WeightSlices.__call__
+    monkeypatch.setattr(WeightSlices, "__call__", lambda of, first, last: made.append(first) or make(of, first, last))
+    hidden, weight = (random_tensor((rows, WIDTH), torch.float32, rows) for rows in (ROWS, ITEMS))
+    tables, whole = alone(weight), alone(weight)
+    # Of three rows; seven wait, and with one more the budget is full.
+    for of, budget in ((tables, 24 * WIDTH * 4), (whole, 1 << 20)):
+        of.holds = True
+        for has_norm in (True, False):
+            linear_cross_entropy(
+                hidden.requires_grad_(), of.table(backend=place.backend), targets_of(ROWS, ITEMS), memory_budget=budget,
+                backend=place.backend,
+            ).backward()  # fmt: skip
+            of.step(2 / of.norm() if has_norm else None)
+    assert made == [*range(0, ITEMS, 3), *range(21, ITEMS, 3), *range(0, ITEMS, 3)]
+    torch.testing.assert_close(tables.weights, whole.weights, rtol=1e-4, atol=2e-6)
 
 
 def trained(kind: Any, budget: int, *, holds: bool, heads: int = 1, backend: str | None = None) -> JointUpdate:

@@ -613,13 +613,15 @@ def test_a_captured_graph_holds_its_step(place: Place) -> None:
     ends = offsets[::BAGS].tolist()
     totals = [end - begin for begin, end in pairwise(ends)]
 
-    def step(of: JointUpdate, *, with_step: bool = True) -> Tensor:
+    def step(of: JointUpdate, until: str = "step") -> Tensor:
         of.holds = True
+        of.drop()
         read = of.embedding_bags(LISTED, ids, offsets, sequence_totals=totals, backend=place.backend)
         total = read.square().sum() + scores_of(of.table(0, backend=place.backend), 0, sparse=True)
         total.backward()
-        if with_step:
+        if until != "backward":
             of.norm()
+        if until == "step":
             of.step(scale)
         return total.detach()
 
@@ -630,24 +632,31 @@ def test_a_captured_graph_holds_its_step(place: Place) -> None:
     torch.testing.assert_close(graphed.weights, eager.weights)
     assert int(graphed.optimizer.step) == int(eager.optimizer.step) == 4
     without = made()
-    captured(lambda: step(without, with_step=False))
+    captured(lambda: step(without, "backward"))
     with pytest.raises(RuntimeError) as caught:
         without.step()
     assert str(caught.value) == (
         "step: a CUDA graph keeps its gradients from call to call, but no replay hands them over; capture the step, too, or "
         "take() them after the capture and give() them after each replay"
     )
-    given_, expected = made("rowwise_adagrad"), made("rowwise_adagrad")
-    graph, _ = captured(lambda: step(given_, with_step=False))
-    # Of what ran outside of the graph, too.
-    taken = given_.take()[-2:]
-    for _ in range(2):
-        graph.replay()
-        given_.give(taken)
-        given_.norm()
-        given_.step(scale)
-        step(expected)
-    torch.testing.assert_close(given_.weights, expected.weights)
+    first_ids = ids.clone()
+    for until in ("backward", "norm"):
+        given_, expected = made("rowwise_adagrad"), made("rowwise_adagrad")
+        ids.copy_(first_ids)
+        graph, _ = captured(lambda of=given_, until=until: step(of, until))  # type: ignore[misc]
+        taken = given_.take()
+        # Of a norm that is captured replays make the order of the lookups, too.
+        assert [of.order is None for of in taken.calls] == ([True, True] if until == "backward" else [False])
+        for _ in range(3):
+            graph.replay()
+            given_.give(taken)
+            found = given_.norm()
+            given_.step(scale)
+            step(expected, "backward")
+            assert float(found) == float(expected.norm())
+            expected.step(scale)
+            ids.zero_()
+        torch.testing.assert_close(given_.weights, expected.weights)
 
 
 @pytest.mark.skipif(PLACE.name == "cpu", reason="there lookups are not sorted")
