@@ -9,10 +9,10 @@ candidate, two labels, and three histories of 200 ids on the mean. Ids are unifo
 at 1,000) or even (100 to 300), of which padding makes little. Tables have 5.84 million rows of width 64; three of them are read
 by a history and by an id of the candidate.
 
-`jagged` is `RankingModel` under the trainer's engine, in bfloat16 under autocast. Tables have fused row-wise Adagrad, all else
-has AdamW. `jagged_clipped` also clips the global norm, tables and all, which is the trainer's default and which updates in a
-backward pass cannot do. Both launch kernel by kernel; `jagged_graphs` replays steps as CUDA graphs, for which batches are filled
-up, as the trainer does where nothing else is said.
+`jagged` is `RankingModel` under the trainer's engine, in bfloat16 under autocast, by CUDA graphs, as the trainer does it where
+nothing else is said; batches are filled up for them. Tables have fused row-wise Adagrad, all else has AdamW. `jagged_clipped` also
+clips the global norm, tables and all, which is the trainer's default and which updates in a backward pass cannot do.
+`jagged_launches` launches kernel by kernel.
 
 The others (`padded_ranking`) look ids up by TorchRec's collections and pad what comes out to the batch's longest history. Blocks
 attend causally without a mask, as padding stands behind; candidates attend with a mask of padding. Weights, layers, optimizers,
@@ -77,9 +77,9 @@ IDS, LENGTHS = ("zipf", "uniform"), ("skewed", "even")
 HEADS = 2
 # Our sides, with options of the trainer.
 OURS: dict[str, dict[str, Any]] = {
-    "jagged": {"gradient_clip_norm": None, "cuda_graphs": False},
-    "jagged_clipped": {"gradient_clip_norm": 1.0, "cuda_graphs": False},
-    "jagged_graphs": {"gradient_clip_norm": None},
+    "jagged": {"gradient_clip_norm": None},
+    "jagged_clipped": {"gradient_clip_norm": 1.0},
+    "jagged_launches": {"gradient_clip_norm": None, "cuda_graphs": False},
 }
 # Of logits of both sides in float32, relative to the norm.
 AGREEMENT = 1e-3

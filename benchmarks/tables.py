@@ -764,6 +764,22 @@ def write_host() -> None:
     print(path)
 
 
+def layer_norm_page(result: dict[str, Any]) -> str:
+    """Markdown of a result file of layer normalisation: forward, and both passes, by width and dtypes."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    dtypes = list(dict.fromkeys(name.split(", ")[-1] for name in result["cases"]))
+    for name, of in result["cases"].items():
+        size, between = name.rsplit(", ", 1)
+        ours, theirs = ([_us(of[who][way]["median"]) for way in ("forward", "both")] for who in ("jagged", "torch"))
+        cell = " / ".join(ours) + f" ({' / '.join(theirs)})"
+        rows.setdefault(tuple(size.split(" x ")), []).append(cell)  # type: ignore[arg-type]
+        assert dtypes.index(between) == len(rows[tuple(size.split(" x "))]) - 1  # type: ignore[index]
+    lines = [f"| rows | width | {' | '.join(dtypes)} |", f"|---:|---:|{'---:|' * len(dtypes)}"]
+    lines += [f"| {count} | {width} | {' | '.join(cells)} |" for (count, width), cells in rows.items()]
+    words = "Forward / forward and backward:"
+    return "\n\n".join([_machine(result["environment"]), words, "\n".join(lines)]) + "\n"
+
+
 def main() -> None:
     """Write every page's tables, of each machine in turn."""
     write_cross_entropy()
@@ -773,7 +789,8 @@ def main() -> None:
     pages: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
         name: ("jagged_ops", partial(page, operators=operators)) for name, operators in PAGES.items()
     }
-    for name, (benchmark, write) in {**pages, "attention": ("attention", attention_page)}.items():
+    pages |= {"attention": ("attention", attention_page), "layer_norm": ("layer_norm", layer_norm_page)}
+    for name, (benchmark, write) in pages.items():
         if results := [json.loads(path.read_text()) for path in sorted(ROOT.glob(f"results/*/{benchmark}.json"))]:
             path: Path = FOLDER / f"{name}.md"
             path.parent.mkdir(exist_ok=True)

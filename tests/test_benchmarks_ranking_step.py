@@ -185,7 +185,7 @@ def test_ratios_are_to_the_best_of_the_others() -> None:
         "filled": 0.2,
         "jagged": side(300, 4),
         "jagged_clipped": side(290, 4),
-        "jagged_graphs": side(400, 5),
+        "jagged_launches": side(400, 5),
         "sharded": side(100, 10),
         "fused": side(150, 20),
     }

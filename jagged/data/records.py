@@ -46,6 +46,7 @@ EVENT_PREFIX = "event-"
 #: The names of parts in a column that says how a table is split, by the number that stands for each.
 PARTS = ("train", "valid", "test")
 
+_CURE = "set TMPDIR (or directory) to a directory on a disk with room"
 _DTYPES = {pa.int8(): np.int8, pa.int32(): np.int32, pa.int64(): np.int64, pa.float32(): np.float32}
 
 
@@ -141,7 +142,7 @@ class Dataset(Columns):
             ValueError: an argument out of range.
         """
         from jagged.data.inference import events_schema_for, schema_for
-        from jagged.data.staging import CURE, Builder, Options, fitting, fitting_events
+        from jagged.data.staging import Builder, Options, fitting, fitting_events
 
         histories = [history] if isinstance(history, str) else list(history or ())
         is_beside = events is not None
@@ -183,7 +184,7 @@ class Dataset(Columns):
                 found, options = fitting_events(beside_it, found, options)
                 log = beside_it, found
             if directory is None:
-                with temporary_directory(CURE) as temporary, writing(temporary, CURE, DataError):
+                with temporary_directory(_CURE) as temporary, writing(temporary, _CURE, DataError):
                     dataset = Builder(table, schema, options, temporary, log, progress=progress).build()
                     dataset._keep = weakref.finalize(dataset, _remove, str(temporary), os.getpid())
                     return dataset

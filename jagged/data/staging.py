@@ -46,7 +46,6 @@ UNITS = {"s": 0, "ms": 1, "us": 2, "ns": 3}
 _MAGNITUDES = ((17, "nanoseconds"), (14, "microseconds"), (11, "milliseconds"), (8, "seconds"))
 # Types of events that a message names.
 _NAMED = 20
-CURE = "set TMPDIR (or directory) to a directory on a disk with room"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jagged.modules.trained_tables import TrainedTables
 from jagged.training.errors import TrainingError
 from jagged.training.optimizer import table_names
 from jagged.training.processes import Processes
-from jagged.training.table_updates import all_by_rows
+from jagged.training.table_updates import updates_rows
 
 # Bytes that each graph may keep of a norm of tables' gradients; without them the norm is launched by itself.
 _MOST_KEPT = 64 * 2**20
@@ -59,7 +59,7 @@ def _hindrance(config: TrainerConfig, task: nn.Module, processes: Processes) -> 
         return f"table_cache_bytes {config.table_cache_bytes}", "tables on the GPU"
     if frozen := [name for name in table_names(task) if not task.get_parameter(name).requires_grad]:
         return f"the frozen table {min(frozen)}", "tables that all learn"
-    if not all_by_rows(task, config, 1):
+    if table_names(task) and not updates_rows(task, config, 1):
         return f"table_optimizer {config.table_optimizer}", "one that updates row by row"
     # Not all sizes of a step are known of its batch.
     if "pairwise" in task.losses.values():

@@ -74,12 +74,6 @@ def updates_rows(task: nn.Module, config: LoopOptions, world_size: int) -> bool:
     return isinstance(task, RequestModel)
 
 
-def all_by_rows(task: nn.Module, config: LoopOptions, world_size: int) -> bool:
-    """Whether all tables of a task, if it has some, are updated row by row."""
-    tables = table_names(task)
-    return not tables or (updates_rows(task, config, world_size) and all(task.get_parameter(of).requires_grad for of in tables))
-
-
 def keep_on_host(task: nn.Module, config: LoopOptions, world_size: int) -> None:
     """Let tables of which `table_cache_bytes` caches rows stay in the host's memory when the task is moved; else nothing.
 

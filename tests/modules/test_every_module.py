@@ -37,6 +37,7 @@ from jagged.modules import (
     JaggedPooling,
     JaggedSelfAttention,
     JaggedTransformerBlock,
+    LayerNorm,
     LogUniformSampler,
     MixedSampler,
     PopularitySampler,
@@ -119,6 +120,7 @@ CASES = {
         lambda: HSTUBlock(DIM, 2, max_distance=3, num_time_buckets=5, dropout=0.2, normalizer=7),
         lambda module, x: module(x.rows, 1, times=x.items.values()).values(),
     ),
+    "layer norm": Case(lambda: LayerNorm(DIM, autocast_output=True), lambda module, x: module(x.rows.values())),
     "positions": Case(lambda: PositionalEncoding(4, DIM), lambda module, x: module(x.rows, num_targets=1).values()),
     "mlp": Case(
         lambda: JaggedMLP(DIM, [6, 3], context_features=DIM, dropout=0.2),

@@ -31,7 +31,7 @@ def test_layer_norm(arch: int, dtype: str, out: str, width: int) -> None:
 @pytest.mark.parametrize(("dtype", "out"), [("fp32", "bf16"), ("fp32", "fp32"), ("bf16", "bf16")])
 @pytest.mark.parametrize("arch", TARGETS)
 def test_gradients(arch: int, dtype: str, out: str, width: int) -> None:
-    from jagged.ops.layer_norm.kernels import ELEMENTS_BACKWARD, NUM_WARPS, tile
+    from jagged.ops.layer_norm.kernels import ELEMENTS_BACKWARD, NUM_WARPS_BACKWARD, tile
     from jagged.ops.layer_norm.kernels import layer_norm_gradients_kernel as kernel
 
     chosen = tile(width, ELEMENTS_BACKWARD)
@@ -40,6 +40,6 @@ def test_gradients(arch: int, dtype: str, out: str, width: int) -> None:
     constants = {"WIDTH": width, "BLOCK_N": chosen[0], "BLOCK_D": chosen[1]}
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
     wide = ["row_stride", "grad_row_stride"]
-    found = compile_kernel(kernel, signature, constants, arch=arch, num_warps=NUM_WARPS, divisible=wide)
+    found = compile_kernel(kernel, signature, constants, arch=arch, num_warps=NUM_WARPS_BACKWARD, divisible=wide)
     assert found.spills == 0
     assert found.assembly.count("st.global.v4.b32") >= 1

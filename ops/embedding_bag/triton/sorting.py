@@ -41,7 +41,7 @@ BLOCK_BAGS, BLOCK_LOOKUPS = 16, 16
 MANY_SINGLES = 1 << 16
 # Sorted lookups of a block, for batches of fewer lookups than these, and of others: few where blocks are few, for all to begin
 # at once.
-BLOCKS, MOST_LOOKUPS = ((1 << 15, 8), (1 << 17, 16), (1 << 20, 32)), tl.constexpr(128)
+BLOCKS, MOST_LOOKUPS = ((1 << 15, 8), (1 << 17, 16), (7 << 17, 32), (1 << 20, 64)), tl.constexpr(128)
 # Blocks that a program which joins parts looks at together, programs for each multiprocessor, and their warps: the row that most
 # lookups name is waited for.
 JOINED_BLOCKS, JOINING, JOINING_WARPS = 16, 8, 4

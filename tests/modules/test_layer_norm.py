@@ -1,0 +1,75 @@
+"""The layer normalisation of the modules, in place of PyTorch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from jagged.modules import LayerNorm
+from tests.places import PLACE, Place
+from tests.strategies import random_tensor
+
+
+pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend")
+
+
+def pair(width: int, eps: float = 1e-5, *, autocast_output: bool = False) -> tuple[LayerNorm, nn.LayerNorm]:
+    """Ours, and PyTorch's with its parameters."""
+    ours = LayerNorm(width, eps, autocast_output=autocast_output, device=PLACE.device)
+    theirs = nn.LayerNorm(width, eps, device=PLACE.device)
+    with torch.no_grad():
+        for seed, parameter in enumerate(ours.parameters()):
+            parameter.copy_(random_tensor(tuple(parameter.shape), torch.float32, seed))
+    theirs.load_state_dict(ours.state_dict())
+    return ours, theirs
+
+
+@pytest.mark.parametrize("shape", [(7, 12), (0, 12), (3, 4, 12), (12,)])
+def test_it_is_pytorchs(place: Place, shape: tuple[int, ...]) -> None:
+    ours, theirs = pair(12, 1e-3)
+    x = random_tensor(shape, torch.float32, 5).requires_grad_()
+    assert isinstance(ours, nn.LayerNorm)
+    results = []
+    for of in (ours, theirs):
+        output = of(x)
+        results.append((output, *torch.autograd.grad(output.square().sum(), [x, *of.parameters()])))
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast(place: Place, dtype: torch.dtype, rows_dtype: torch.dtype) -> None:
+    """Where a product reads it, what PyTorch's autocast makes of PyTorch's at the product; else what it makes of it at once."""
+    x = random_tensor((9, 12), torch.float32, 5).to(rows_dtype)
+    for autocast_output in (True, False):
+        ours, theirs = pair(12, autocast_output=autocast_output)
+        with torch.autocast(PLACE.device.type, dtype):
+            found = ours(x)
+        expected = theirs(x.float()).to(dtype if autocast_output else torch.float32)
+        assert found.dtype == expected.dtype
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=2 * torch.finfo(found.dtype).eps + 1e-6)
+
+
+def test_float64_stays_under_autocast(place: Place) -> None:
+    ours, theirs = (of.double() for of in pair(12, autocast_output=True))
+    x = random_tensor((9, 12), torch.float64, 5)
+    with torch.autocast(PLACE.device.type, torch.bfloat16):
+        found = ours(x)
+    torch.testing.assert_close(found, theirs(x))
+
+
+def test_its_options_are_shown_and_its_parameters_begin_as_pytorchs(place: Place) -> None:
+    ours = LayerNorm(4, autocast_output=True, device="meta")
+    assert repr(ours) == "LayerNorm(normalized_shape=(4,), eps=1e-05, autocast_output=True)"
+    assert ours(torch.ones(2, 4, device="meta")).shape == (2, 4)
+    ours = ours.to_empty(device=PLACE.device)
+    ours.reset_parameters()
+    for name, parameter in nn.LayerNorm(4).named_parameters():
+        assert torch.equal(parameter, ours.get_parameter(name).cpu()), name
+
+
+def test_rows_of_another_width_are_refused(place: Place) -> None:
+    message = r"^weight: expected shape \[5\], as x \[2, 5\] has columns, got \[4\]$"
+    with pytest.raises(ValueError, match=message):
+        LayerNorm(4, device=PLACE.device)(torch.ones(2, 5, device=PLACE.device))
