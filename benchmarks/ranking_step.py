@@ -10,7 +10,7 @@ at 1,000) or even (100 to 300), of which padding makes little. Tables have 5.84 
 by a history and by an id of the candidate.
 
 `jagged` is `RankingModel` under the trainer's engine, in bfloat16 under autocast, by CUDA graphs, as the trainer does it where
-nothing else is said; batches are filled up for them. Tables have fused row-wise Adagrad, all else has AdamW. `jagged_clipped` also
+nothing else is said; batches are filled up for them. Tables have fused row-wise Adagrad, all else AdamW. `jagged_clipped` also
 clips the global norm, tables and all, which is the trainer's default and which updates in a backward pass cannot do.
 `jagged_launches` launches kernel by kernel.
 

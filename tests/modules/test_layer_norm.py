@@ -10,7 +10,6 @@ from jagged.modules import LayerNorm
 from tests.places import PLACE, Place
 from tests.strategies import random_tensor
 
-
 pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend")
 
 
