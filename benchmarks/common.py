@@ -81,6 +81,15 @@ def some_of(parts: dict[str, dict[str, Any]], words: Sequence[str]) -> dict[str,
     return {title: part for title, part in chosen.items() if part}
 
 
+def peak_bytes() -> int:
+    """The most memory that was allocated since the statistics were reset, and all that CUDA graphs keep for their replays.
+
+    What a graph frees within itself counts as not allocated, but nothing else may have it.
+    """
+    pools = [of for of in torch.cuda.memory_snapshot() if tuple(of["segment_pool_id"]) != (0, 0)]
+    return torch.cuda.max_memory_allocated() + sum(of["total_size"] - of["allocated_size"] for of in pools)
+
+
 def seconds_of(function: Callable[[], Any]) -> tuple[float, Any]:
     """Wall-clock seconds of one call, the device's work included, and what it returned."""
     _wait()

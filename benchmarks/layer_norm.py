@@ -100,6 +100,8 @@ def main() -> None:
     is_cuda = options.device == "cuda"
     facts, cases = environment(options.device), {}
     copy = facts.get("copy_gb_per_s", 10.0)
+    # No backward pass can be captured before another one was.
+    measured(1_000, WIDTHS[0], DTYPES[0], options.device, copy)
     for rows, width, dtypes in itertools.product(ROWS if is_cuda else (1_000,), WIDTHS, DTYPES):
         name = f"{rows:,} x {width}, {' to '.join(str(of).removeprefix('torch.') for of in dtypes)}"
         cases[name] = row = measured(rows, width, dtypes, options.device, copy)

@@ -27,7 +27,7 @@ longest lengths known to the host. Their pipelines copy the next batch from page
 
 Logits of the same weights are compared first, in float32; where they differ nothing is measured. Samples a second are of steps
 one after the other, on batches that wait in page-locked memory; medians over rounds of one epoch. Memory is the most that is
-allocated in a step, with weights and states; `held_bytes` are there before the first one.
+allocated in a step, with weights, states, and all that graphs keep; `held_bytes` are there before the first one.
 
 `loader` has the same steps of ours on what the product's loader gathers meanwhile, within one epoch: for it each row of the table
 comes several times. The share of time that is lost to it is the part by which such a step is longer. `alone` are its samples a
@@ -58,7 +58,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from benchmarks.common import ROOT, environment, other_parts, save, seconds_of, spread
+from benchmarks.common import ROOT, environment, other_parts, peak_bytes, save, seconds_of, spread
 from benchmarks.embedding_cases import zipf_ranks
 from benchmarks.padded_ranking import DECAY, RATE, Preparation, Prepared, Rival, kinds_of, without_kernels
 from jagged.config import TrainerConfig
@@ -301,7 +301,7 @@ def timed(trainee: Ours | Rival, batches: Sequence[Any], size: Size, device: tor
     # All are of one size.
     found: dict[str, Any] = {"samples_per_second": spread([size.steps * len(batches[0]) / seconds for seconds, _ in rounds])}
     if is_cuda:
-        found |= {"peak_bytes": torch.cuda.max_memory_allocated(), "held_bytes": held}
+        found |= {"peak_bytes": peak_bytes(), "held_bytes": held}
     return found
 
 

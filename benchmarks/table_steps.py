@@ -7,10 +7,10 @@ The trainer's engine, with graphs of forward and backward and mixed precision, o
 items: lookups, two blocks, a loss over drawn items or over all, clipping by the global norm, and the update of everything.
 `adamw` is the dense optimizer, whose table has a gradient of its own size; the others change the rows that a step names. A loss
 over all items names every row: by its whole gradient, or by slices of it. The norm makes each slice, and the update again those
-beyond the bytes that are given for the gradient.
+beyond seven eighths of the bytes that are given for the gradient.
 
 Times are of steps one after the other, batches copied from the host with them; medians over rounds of ten. Memory is the most
-that is allocated in a step, weights and states with it.
+that is allocated in a step, weights and states with it, and all that the graphs keep.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.common import environment, other_parts, save
+from benchmarks.common import environment, other_parts, peak_bytes, save
 from jagged.config import TrainerConfig
 from jagged.data import SequenceBatch
 from jagged.data.batches import keyed
@@ -116,7 +116,7 @@ def measure(case: Case, optimizer: str, processes: Processes) -> dict[str, Any]:
         "ms": statistics.median(times),
         "fastest_ms": min(times),
         "slowest_ms": max(times),
-        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "peak_bytes": peak_bytes(),
         "first_loss": first,
         "last_loss": float(losses[-1]),
     }

@@ -68,9 +68,11 @@ class HeldUpdates:
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
     @property
-    def order_bytes(self) -> int | None:
-        """Bytes that `norm` keeps for `step` of the lookups that are held; None where it keeps parts of a table's gradient."""
-        found = [of.order_bytes for of in self._updates]
+    def norm_bytes(self) -> int | None:
+        """Bytes that `norm` takes beside the gradients that are held, which a CUDA graph that it is captured in keeps; None where
+        a table's gradient is in slices.
+        """
+        found = [of.norm_bytes for of in self._updates]
         return None if None in found else sum(of for of in found if of is not None)
 
     def step(self, scale: Tensor | None = None) -> Tensor:

@@ -8,25 +8,31 @@ from torch import Tensor, nn
 from jagged.modules.jagged_module import JaggedModule
 from jagged.ops import layer_norm
 
+# The widest row of the kernels.
+WIDEST = 1024
+
 
 class LayerNorm(JaggedModule, nn.LayerNorm):
-    """`torch.nn.LayerNorm` of rows, by a kernel in which a program takes several of them.
+    """`torch.nn.LayerNorm` of rows, on a GPU by a kernel in which a program takes several of them.
 
     PyTorch's has a block of threads for each row, which the many narrow rows of a jagged batch leave idle. Parameters and results
-    are PyTorch's, but that rows in half precision may have weights in float32.
+    are PyTorch's, but that rows in half precision may have weights in float32. On a CPU, and of rows of more than 1,024 columns,
+    it calls PyTorch's.
 
     Args:
-        width: D, of a row.
+        width: D, of a row, at least 1.
         eps: added to the variance, above 0.
-        autocast_output: under autocast the output has autocast's dtype, rounded once, as a product behind it would round it.
-            Without it autocast gives float32, as PyTorch's, which is what residuals need.
+        autocast_output: under autocast the output has autocast's dtype, for a product that reads it, or a gate before one.
+            Without it autocast gives float32, as PyTorch's on a GPU, which is what residuals need.
         device: where parameters live; `"meta"` allocates nothing.
 
     Shape:
         `[..., D]` floats in and out.
 
     Raises:
-        ValueError: rows of another width, an `eps` that is not above 0.
+        ValueError: a width below 1, an `eps` that is not above 0; on a GPU, rows of another width.
+        RuntimeError: on a CPU, rows of another width.
+        TypeError: no tensor.
 
     Example:
         >>> import torch
@@ -42,6 +48,10 @@ class LayerNorm(JaggedModule, nn.LayerNorm):
     def __init__(
         self, width: int, eps: float = 1e-5, *, autocast_output: bool = False, device: torch.device | str | None = None
     ) -> None:
+        if not isinstance(width, int) or width < 1:
+            raise ValueError(f"width: expected the columns of a row, at least 1, got {width!r}")
+        if not eps > 0:
+            raise ValueError(f"eps: expected above 0, got {eps}")
         super().__init__(width, eps, device=device)
         self.autocast_output = autocast_output
 
@@ -51,8 +61,18 @@ class LayerNorm(JaggedModule, nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise each row."""
-        dtype, kind = x.dtype, x.device.type
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x: expected a tensor [..., {self.normalized_shape[0]}], got {type(x).__name__}; give its values()")
+        dtype, kind, exact = x.dtype, x.device.type, torch.promote_types(x.dtype, self.weight.dtype)
         # Autocast knows no meta device.
-        if kind in ("cpu", "cuda") and dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        if kind in ("cpu", "cuda") and exact != torch.float64 and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind) if self.autocast_output else torch.float32
-        return layer_norm(x, self.weight, self.bias, self.eps, dtype=dtype)
+            exact = torch.float32
+        weight: Tensor = self.weight
+        bias: Tensor = self.bias
+        if x.is_cuda and not x.is_nested and self.normalized_shape[0] <= WIDEST:
+            if weight.dtype != x.dtype:
+                weight, bias = weight.to(exact), bias.to(exact)
+            return layer_norm(x, weight, bias, self.eps, dtype=dtype)
+        wide = x.to(exact), self.normalized_shape, weight.to(exact), bias.to(exact)
+        return nn.functional.layer_norm(*wide, self.eps).to(dtype)

@@ -553,13 +553,13 @@ class MaskBlock(JaggedModule):
         self.guide_features = guide = in_features if guide_features is None else guide_features
         hidden = 2 * guide if mask_features is None else mask_features
         _check_sizes(in_features=in_features, out_features=out_features, guide_features=guide, mask_features=hidden)
-        self.norm = LayerNorm(in_features, autocast_output=True, device=device) if normalize else None
+        self.norm = LayerNorm(in_features, device=device) if normalize else None
         self.mask = nn.Sequential(
             nn.Linear(guide, hidden, device=device), nn.ReLU(), nn.Linear(hidden, in_features, device=device)
         )
         # The bias is that of the layer norm.
         self.hidden = nn.Linear(in_features, out_features, bias=False, device=device)
-        self.hidden_norm = LayerNorm(out_features, autocast_output=True, device=device)
+        self.hidden_norm = LayerNorm(out_features, device=device)
 
     def forward(self, x: Tensor, guide: Tensor | None = None) -> Tensor:
         """Transform each row."""
@@ -653,7 +653,7 @@ class _MaskBlocks(nn.Module):
     def __init__(self, in_features: int, out_features: int, count: int, mask_features: int, device: Device) -> None:
         super().__init__()
         self.count = count
-        self.norm = LayerNorm(in_features, autocast_output=True, device=device)
+        self.norm = LayerNorm(in_features, device=device)
         self.mask = nn.Linear(in_features, count * mask_features, device=device)
         self.mask_out = GroupedLinear(mask_features, in_features, count, device=device)
         self.hidden = GroupedLinear(in_features, out_features, count, bias=False, device=device)

@@ -20,7 +20,7 @@ from jagged.evaluation import event_features, item_table, takes_times
 from jagged.models import NextItemTask, RequestModel
 from jagged.modules import MixedSampler, SampledCrossEntropyHead
 from jagged.modules.trained_tables import TrainedTables
-from jagged.ops.cross_entropy.slices import SLICES_OF_BUDGET
+from jagged.ops.embedding_bag.slices import SLICES_OF_ROOM
 from jagged.ops.sampled_cross_entropy.api import MOST_GATHERED
 from jagged.scoring import DEFAULT_MAX_BYTES
 from jagged.training.display import memory_in_use
@@ -167,7 +167,8 @@ def forecast(
     by_rows = updates_rows(task, config.training, world_size) and table.requires_grad
     gradients, states = sum(sizes) + max(sizes) * (2 if graphs else 1), 2 * sum(sizes)
     if by_rows:
-        gradients = sum(sizes) - table.nbytes + int(_row_bytes(task, table, most, config.training.table_gradient_bytes))
+        most_bytes, clips = config.training.table_gradient_bytes, config.training.gradient_clip_norm is not None
+        gradients = sum(sizes) - table.nbytes + int(_row_bytes(task, table, most, most_bytes, clips=clips))
     if config.training.table_optimizer != "adamw":
         states += state_bytes(config.training, table) // world_size - 2 * (table.nbytes - others.nbytes)
     scored = min(len(table), _scored_rows(task, most)) if isinstance(task.head, SampledCrossEntropyHead) else 0
@@ -197,8 +198,8 @@ def _times_in_slices(options: LoopOptions, table: Tensor) -> float:
     most = options.table_gradient_bytes
     if most is None or most >= table.nbytes:
         return 0
-    # One slice is in work, the others of the budget wait for the update.
-    kept = most * (1 - 1 / SLICES_OF_BUDGET)
+    # One slice is in work, the others that there is room for wait for the update.
+    kept = most * (1 - 1 / SLICES_OF_ROOM)
     return 1 if options.gradient_clip_norm is None else 2 - kept / table.nbytes
 
 
@@ -333,12 +334,12 @@ class _Weights:
         )
 
 
-def _row_bytes(task: NextItemTask, table: Tensor, tokens: float, most_bytes: int | None) -> float:
+def _row_bytes(task: NextItemTask, table: Tensor, tokens: float, most_bytes: int | None, *, clips: bool) -> float:
     """What gradients of the rows that a step looks up and scores take until the rows are updated, or more."""
     row, scored = 3 * 4 * table.shape[1], _scored_rows(task, tokens)
-    if most_bytes is not None:
-        # Slices, one more while it is put together with the rows that are read, and those.
-        return (1 + 2 / SLICES_OF_BUDGET) * min(most_bytes, table.nbytes) + row * tokens
+    if most_bytes is not None and most_bytes < table.nbytes:
+        # Slices, the one in work once more while it is put together with the rows that are read, and those.
+        return (1 + 2 / SLICES_OF_ROOM if clips else 2.5) * most_bytes + row * tokens
     sampler = getattr(task.head, "sampler", None)
     if getattr(sampler, "rows_per_draw", None) == 1 and scored <= MOST_GATHERED * len(table):
         # In factors, with the hidden states.

@@ -194,6 +194,6 @@ class GraphedSteps:
         torch._foreach_zero_(self._gradients)
         loss, rows = self._forward(batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        if self._held is not None and self._clips and (kept := self._held.order_bytes) is not None and kept <= _MOST_KEPT:
+        if self._held is not None and self._clips and (kept := self._held.norm_bytes) is not None and kept <= _MOST_KEPT:
             self._held.norm()
         return loss.detach(), rows

@@ -202,8 +202,8 @@ class Optimizer:
             if self._updates is not None:
                 of_tables = self._updates.norm() if scale is None else self._updates.norm() * scale
                 norm = torch.linalg.vector_norm(torch.stack([norm, of_tables.to(norm.dtype)]))
-                # As `clip_grads_with_norm_`; what is not finite changes no table.
-                factor = torch.where(torch.isfinite(norm), (clip_norm / (norm + 1e-6)).clamp(max=1.0), torch.nan)
+                # As `clip_grads_with_norm_`; of what is not finite NaN, which changes no table.
+                factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0) + 0 * norm
                 scale = factor if scale is None else scale * factor
             if self._split:
                 squares = _norm(self._split).double().square()

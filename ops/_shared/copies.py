@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# What captured CUDA graphs read at each replay, whoever else has let go of it.
+# What captured CUDA graphs read at each replay, whoever else has let go of it. Nobody tells when a graph goes, so it stays: some
+# numbers of each feature for each size of batches that was captured.
 _OF_GRAPHS: dict[int, Tensor] = {}
 
 

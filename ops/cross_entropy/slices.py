@@ -16,8 +16,6 @@ from torch.autograd.function import once_differentiable
 from jagged.ops._shared.validation import autocast_dtype
 from jagged.ops.cross_entropy.spec import LINEAR_CROSS_ENTROPY, WEIGHT_GRADIENT, GradientInputs, Inputs, Options
 
-#: So many fill the memory budget: small ones leave most of it to those that are kept, and each is some launches.
-SLICES_OF_BUDGET = 8
 #: Takes a gradient in slices.
 Taker = Callable[["WeightSlices"], None]
 
@@ -26,16 +24,13 @@ class WeightSlices:
     """The gradient of `weight` `[V, D]` by one call of `linear_cross_entropy`, slice by slice.
 
     Attributes:
-        items: how many a slice has at most.
-        kept: how many those have together that may be kept for a second walk; with one more slice they fill the budget.
+        rows: how many items of a gradient the memory budget has room for.
     """
 
     def __init__(self, x: GradientInputs, o: Options, backend: str | None) -> None:
         self._x, self._o, self._backend = x, o, backend
         bytes_of_item = x.weight.shape[1] * max(4, x.weight.element_size())
-        most = max(1, o.memory_budget // bytes_of_item)
-        self.items = max(1, min(x.weight.shape[0], most // SLICES_OF_BUDGET))
-        self.kept = most - self.items
+        self.rows = max(1, o.memory_budget // bytes_of_item)
 
     def __call__(self, first: int, last: int) -> Tensor:
         """Return the gradient of the items from `first` to before `last`, `[last - first, D]`, at least float32."""

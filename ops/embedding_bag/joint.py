@@ -189,7 +189,7 @@ class JointUpdate:
         # For the next call, too, and for `step`.
         self._held = _joined_lookups(self._held)
         if self._squares is None:
-            self._squares = self._row_squares().sum(dtype=torch.float64)
+            self._squares, self._finite = self._row_squares().sum(dtype=torch.float64), None
             self._squares_are_captured = _is_capturing(self.weights)
         return self._squares.sqrt().float()
 
@@ -211,18 +211,24 @@ class JointUpdate:
         return squares
 
     @property
-    def order_bytes(self) -> int | None:
-        """Bytes that `norm` keeps for `step` of the lookups that are held; None where it keeps parts of a table's gradient."""
+    def norm_bytes(self) -> int | None:
+        """Bytes that `norm` takes beside the gradients that are held, which a graph that it is captured in keeps; some more
+        where rows or numbers of a gradient are too many for 32 bits. None where a table's gradient is in slices.
+        """
         if any(isinstance(of, Slices) for of in self._held):
             return None
-        # A row, a source and a factor.
-        return 12 * sum(of.lookups.indices.shape[0] for of in self._held if isinstance(of, _Call))
+        lookups = [of.lookups for of in self._held if isinstance(of, _Call)]
+        count, bags = (sum(len(vector) for vector in of) for of in zip(*((x.indices, x.offsets) for x in lookups), strict=True))
+        # Of a lookup a row, a source and a factor in order; where several calls are joined also its id and its factor. A square
+        # of each row.
+        of_lookup, of_bag = (24, 8) if len(lookups) > 1 else (12, 0)
+        return of_lookup * count + of_bag * bags + 4 * self.optimizer.layout.first_rows[-1]
 
     def is_finite(self) -> Tensor:
         """Return whether all that is held is finite, and the norm that was asked for: `[]` bool on the device."""
-        if self._squares is not None:
+        if self._finite is None and self._squares is not None:
             # Everything that a row moves by is in them.
-            return torch.isfinite(self._squares)
+            self._finite = torch.isfinite(self._squares)
         if self._finite is None:
             lookups = [call.lookups for call in self._held if isinstance(call, _Call)]
             found = [torch.isfinite(x).all() for of in lookups for x in (of.grad, of.per_sample_weights) if x is not None]
@@ -305,6 +311,8 @@ class JointUpdate:
         if task != self._backward:
             # What another call of backward left was given up by an error, or nobody wanted it.
             self._backward, self._calls = task, []
+            # Of a norm whose step has not come: backward needs the memory.
+            self._kept = {}
         self._calls.append(call)
 
     def _take(self) -> None:
@@ -360,7 +368,8 @@ class JointUpdate:
             layout = _all_features((call.layout,))
             entries = Entries(layout, _joined([call], layout))
             if (others := entries.of_others([of.number for of in slices])) is not None:
-                yield call._replace(layout=entries.layout, lookups=others)
+                # An order is that of all lookups.
+                yield call._replace(layout=entries.layout, lookups=others, order=None)
         for part in slices_of(slices, self.optimizer.layout.rows, kept, keeps=keeps):
             ids = torch.arange(part.first, part.last, device=part.gradient.device)
             ends = torch.arange(len(ids) + 1, device=ids.device)
@@ -562,7 +571,8 @@ def _joined(calls: list[_Call], layout: BagLayout) -> WeightsInputs:
         )
     indices = torch.cat([x.indices for x in given])
     host_batches, batches = _on_both(tuple(rows), grad.device)
-    of_layout = layout.tensor(grad.device), batches.read(), layout.fields, host_batches
+    with as_real_tensors():
+        of_layout = layout.tensor(grad.device), batches.read(), layout.fields, host_batches
     return WeightsInputs(grad, indices, torch.cat(offsets), samples, *of_layout)
 
 

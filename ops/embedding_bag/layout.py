@@ -249,11 +249,12 @@ class BagLayout:
             # A graph for all sizes looks nothing up by them.
             return _new_batches(self._of_batches, sizes, device, num_samples)
         host, copied, size = self._batches(sizes, device, num_samples)
-        return Batches(host, copied.read(), size)
+        with as_real_tensors():
+            return Batches(host, copied.read(), size)
 
     @functools.cached_property
     def _batches(self) -> Callable[[tuple[int, ...], torch.device, int | None], _KeptBatches]:
-        # Not of a method: a layout goes when it is let go, and what it keeps on a device with it.
+        # Not of a method: a layout goes when it is let go, and what it keeps on a device with it, unless a graph reads that.
         return functools.lru_cache(maxsize=256)(functools.partial(_kept_batches, self._of_batches))
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -13,12 +14,14 @@ from jagged.ops.embedding_bag.fields import BATCH, FEATURE
 from jagged.ops.embedding_bag.layout import BagLayout
 from jagged.ops.embedding_bag.spec import WeightsInputs
 
+#: Slices that fill the room for a gradient, where some wait for a second walk.
+SLICES_OF_ROOM = 8
+
 
 class Source(Protocol):
-    """The gradient of a table, `[rows, width]`, by slices of at most `items` rows, of which `kept` may wait for a second walk."""
+    """The gradient of a table, `[rows, width]`, by slices, of which `rows` rows have room."""
 
-    items: int
-    kept: int
+    rows: int
 
     def __call__(self, first: int, last: int) -> Tensor:
         """Return that of the rows from `first` to before `last`, in float32 or float64."""
@@ -54,11 +57,14 @@ def slices_of(
         given: what tables' gradients are made of.
         rows: of each table.
         kept: gradients by table and first row, which are taken from here and not made again.
-        keeps: put there what there is memory for.
+        keeps: put there what there is room for beside the slice in work; of several tables the smallest room is that of all.
     """
+    left = None
     for number in dict.fromkeys(of.number for of in given):
         sources = [of.source for of in given if of.number == number]
-        step, left = min(source.items for source in sources), min(source.kept for source in sources)
+        room = min(source.rows for source in sources)
+        # Small ones leave most of the room to those that wait, and each is some launches.
+        step = max(1, room // SLICES_OF_ROOM) if keeps or kept else room
         for first in range(0, rows[number], step):
             last = min(first + step, rows[number])
             gradient = kept.pop((number, first), None)
@@ -66,8 +72,10 @@ def slices_of(
                 gradient = sources[0](first, last)
                 for source in sources[1:]:
                     gradient += source(first, last)
-            if keeps and last - first <= left:
-                kept[number, first], left = gradient, left - (last - first)
+            row_bytes = gradient.nbytes // (last - first)
+            left = min((room - step) * row_bytes, math.inf if left is None else left)
+            if keeps and gradient.nbytes <= left:
+                kept[number, first], left = gradient, left - gradient.nbytes
             yield Slice(number, first, last, gradient)
             del gradient
 

@@ -29,7 +29,8 @@ def layer_norm(
         weight: `[D]`, of the dtype of `x` or float32.
         bias: `[D]`, of the dtype of `weight`.
         eps: added to the variance, above 0.
-        dtype: of the output, one of those of `x`; None for that of `x`. All is computed in float32, of float64 in float64.
+        dtype: of the output, one of those of `x`, and float64 of float64 alone; None for that of `x`. All is computed in float32,
+            of float64 in float64.
         backend: `"torch"`, `"triton"`, or None to choose by device.
 
     Returns:
@@ -48,7 +49,7 @@ def layer_norm(
     Source:
         Ba, Kiros and Hinton, "Layer Normalization", 2016.
     """
-    if not isinstance(x, Tensor) or x.dim() < 1:
+    if not isinstance(x, Tensor) or x.is_nested or x.dim() < 1:
         check_tensor("x", x, "[N, D]", FLOATS)
     rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
     check_tensor("x", rows, "[N, D]", FLOATS)
@@ -62,7 +63,8 @@ def layer_norm(
             raise TypeError(f"{name}: got {of.dtype}, expected {x.dtype}, as x has it, or torch.float32")
     if bias.dtype != weight.dtype:
         raise TypeError(f"bias: got {bias.dtype}, expected {weight.dtype}, as weight has it")
-    if dtype is not None and dtype not in FLOATS:
-        raise TypeError(f"dtype: got {dtype}, expected one of {', '.join(map(str, FLOATS))}")
+    of_rows = [of for of in FLOATS if (of == torch.float64) == (x.dtype == torch.float64)]
+    if dtype is not None and dtype not in of_rows:
+        raise TypeError(f"dtype: got {dtype} for rows in {x.dtype}, expected {' or '.join(map(str, of_rows))}")
     output = LAYER_NORM(Inputs(rows, weight, bias), Options(eps, dtype or x.dtype), backend).output
-    return output.view(x.shape)
+    return output if x.dim() == 2 else output.view(x.shape)

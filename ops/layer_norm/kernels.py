@@ -11,10 +11,9 @@ from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import split
 from jagged.ops._shared.sizes import cdiv, next_power_of_2
 from jagged.ops.layer_norm import torch_impl
-from jagged.ops.layer_norm.spec import Epsilon, Found, Inputs, Options, Outputs, Slopes
+from jagged.ops.layer_norm.spec import WIDEST, Epsilon, Found, Inputs, Options, Outputs, Slopes
 
-# The widest row of a program; elements of a tile and warps, forward and backward; backward's programs of a multiprocessor.
-WIDEST = 1024
+# Elements of a tile and warps, forward and backward; backward's programs of a multiprocessor.
 ELEMENTS, NUM_WARPS = 4096, 4
 ELEMENTS_BACKWARD, NUM_WARPS_BACKWARD, PROGRAMS = 1024, 2, 8
 
@@ -116,7 +115,8 @@ def gradients(x: Slopes, o: Epsilon) -> Found:
         grad, rows, x.weight.contiguous(), of_x, parts, num_rows, rows_of_part, grad.stride(0), rows.stride(0), o.eps,
         WIDTH=width, BLOCK_N=chosen[0], BLOCK_D=chosen[1], num_warps=NUM_WARPS_BACKWARD,
     )  # fmt: skip
-    of_weight, of_bias = parts.sum(0).to(x.weight.dtype)
+    # Of an operator no two outputs may share memory.
+    of_weight, of_bias = (parts[:, of].sum(0).to(x.weight.dtype) for of in range(2))
     return Found(of_x, of_weight, of_bias)
 
 

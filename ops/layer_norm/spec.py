@@ -13,6 +13,9 @@ from jagged.ops._shared.operator import Differentiable, Operator, operator
 
 Wanted = Mapping[str, torch.dtype]
 
+#: The widest row of the kernels.
+WIDEST = 1024
+
 
 class Inputs(NamedTuple):
     """Rows `[N, D]`; weight and bias `[D]`."""

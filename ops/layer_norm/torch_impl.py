@@ -11,9 +11,8 @@ from jagged.ops.layer_norm.spec import Epsilon, Found, Inputs, Options, Outputs,
 def layer_norm(x: Inputs, o: Options) -> Outputs:
     """PyTorch's, in float32 at least."""
     exact = torch.promote_types(x.x.dtype, torch.float32)
-    with torch.autocast(x.x.device.type, enabled=False):
-        rows, weight, bias = x.x.to(exact), x.weight.to(exact), x.bias.to(exact)
-        return Outputs(torch.nn.functional.layer_norm(rows, rows.shape[1:], weight, bias, o.eps).to(o.dtype))
+    rows, weight, bias = x.x.to(exact), x.weight.to(exact), x.bias.to(exact)
+    return Outputs(torch.nn.functional.layer_norm(rows, rows.shape[1:], weight, bias, o.eps).to(o.dtype))
 
 
 def gradients(x: Slopes, o: Epsilon) -> Found:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jagged.modules import LayerNorm
+from jagged.models import MaskNet, SASRec, Wukong
+from jagged.modules import HSTUBlock, JaggedTransformerBlock, LayerNorm
+from jagged.modules.layer_norm import WIDEST
+from jagged.ops.layer_norm import spec
 from tests.places import PLACE, Place
 from tests.strategies import random_tensor
 
@@ -68,7 +75,68 @@ def test_its_options_are_shown_and_its_parameters_begin_as_pytorchs(place: Place
         assert torch.equal(parameter, ours.get_parameter(name).cpu()), name
 
 
+@pytest.mark.parametrize("rows_dtype", [torch.float32, torch.bfloat16])
+def test_a_model_in_half_precision_under_autocast(place: Place, rows_dtype: torch.dtype) -> None:
+    """Rows of one block's norm are float32 then, whatever its weights are."""
+    block = JaggedTransformerBlock(12, 2, norm="post").to(PLACE.device, torch.bfloat16)
+    rows = random_tensor((5, 12), torch.float32, 3).to(rows_dtype)
+    offsets = torch.tensor([0, 2, 5], device=PLACE.device)
+    with torch.autocast(PLACE.device.type, torch.bfloat16):
+        found = block(JaggedTensor(rows, offsets=offsets)).values()
+    assert found.dtype == torch.float32
+    expected = block.float()(JaggedTensor(rows.float(), offsets=offsets)).values()
+    torch.testing.assert_close(found, expected, atol=0.1, rtol=0.1)
+
+
+def test_wide_rows_are_pytorchs(place: Place) -> None:
+    assert WIDEST == spec.WIDEST
+    ours, theirs = pair(WIDEST + 1)
+    x = random_tensor((3, WIDEST + 1), torch.float32, 5)
+    assert torch.equal(ours(x), theirs(x))
+
+
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: LayerNorm(0), ValueError, "width: expected the columns of a row, at least 1, got 0"),
+    (lambda: LayerNorm((5, 8)), ValueError, "width: expected the columns of a row, at least 1, got (5, 8)"),  # type: ignore[arg-type]
+    (lambda: LayerNorm(8, 0.0), ValueError, "eps: expected above 0, got 0.0"),
+    (
+        lambda: LayerNorm(4)(JaggedTensor(torch.ones(2, 4), lengths=torch.tensor([2]))),
+        TypeError,
+        "x: expected a tensor [..., 4], got JaggedTensor; give its values()",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "kind", "message"), REFUSED, ids=[of[2] for of in REFUSED])
+def test_what_is_refused(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind) as refused:
+        call()
+    assert str(refused.value) == message
+
+
+@pytest.mark.gpu
 def test_rows_of_another_width_are_refused(place: Place) -> None:
     message = r"^weight: expected shape \[5\], as x \[2, 5\] has columns, got \[4\]$"
     with pytest.raises(ValueError, match=message):
         LayerNorm(4, device=PLACE.device)(torch.ones(2, 5, device=PLACE.device))
+
+
+def read_by_products(module: nn.Module) -> set[str]:
+    """Which of a module's norms give autocast's dtype."""
+    norms = {path: of for path, of in module.named_modules() if isinstance(of, nn.LayerNorm)}
+    assert norms
+    assert all(isinstance(of, LayerNorm) for of in norms.values())
+    return {path for path, of in norms.items() if of.autocast_output}  # type: ignore[union-attr]
+
+
+def test_which_norms_a_product_reads() -> None:
+    """Others are residuals, or what means, heads and users read: they stay in float32."""
+    assert read_by_products(JaggedTransformerBlock(8, 2)) == {"attention_norm", "feed_forward_norm"}
+    assert read_by_products(JaggedTransformerBlock(8, 2, norm="post")) == set()
+    assert read_by_products(HSTUBlock(8, 2)) == {"input_norm", "attention_norm"}
+    assert read_by_products(SASRec(5, embedding_dim=8, num_heads=2, num_layers=1)) == {
+        "blocks.0.attention_norm",
+        "blocks.0.feed_forward_norm",
+    }
+    assert read_by_products(Wukong(3, 8, 1, num_fm_tokens=2, num_linear_tokens=1, rank=2)) == {"layers.0.mlp.0"}
+    assert read_by_products(MaskNet(8, 4, 2)) == read_by_products(MaskNet(8, 4, 2).blocks[0]) == set()  # type: ignore[index]

@@ -24,8 +24,8 @@ from tests.places import PLACE, Place
 from tests.strategies import random_tensor
 
 ITEMS, WIDTH, ROWS = 40, 12, 13
-# A row at a time; six wait for the step where a norm was asked for.
-SLICE = 7 * WIDTH * 4
+# Of 24 rows, the last of sixteen. Under a norm of three rows, of which seven slices wait for the step, the last of one.
+SLICE = 24 * WIDTH * 4
 #: A pooled feature that is a mean and a sequence of the table that is scored; a pooled feature of another.
 LAYOUT = BagLayout((9, ITEMS), (5, WIDTH), (1, 0, 1), (True, False, False), (False, False, True))
 BAGS = 3
@@ -135,7 +135,7 @@ def test_no_gradient_of_the_table_is_made(place: Place, holds: bool) -> None:
 
 @pytest.mark.skipif(PLACE.name == "gpu", reason="there kernels have room of their own")
 @pytest.mark.parametrize("holds", [False, True])
-def test_one_slice_is_kept_at_a_time(place: Place, holds: bool) -> None:
+def test_slices_take_their_budget(place: Place, holds: bool) -> None:
     items, width = 2_000, 64
     tables = alone(random_tensor((items, width), torch.float32, 0), "rowwise_adagrad")
     tables.holds = holds
@@ -157,8 +157,7 @@ def test_slices_wait_for_the_step_as_far_as_the_budget_goes(place: Place, monkey
     monkeypatch.setattr(WeightSlices, "__call__", lambda of, first, last: made.append(first) or make(of, first, last))
     hidden, weight = (random_tensor((rows, WIDTH), torch.float32, rows) for rows in (ROWS, ITEMS))
     tables, whole = alone(weight), alone(weight)
-    # Of three rows; seven wait, and with one more the budget is full.
-    for of, budget in ((tables, 24 * WIDTH * 4), (whole, 1 << 20)):
+    for of, budget in ((tables, SLICE), (whole, 1 << 20)):
         of.holds = True
         for has_norm in (True, False):
             linear_cross_entropy(
@@ -166,8 +165,36 @@ def test_slices_wait_for_the_step_as_far_as_the_budget_goes(place: Place, monkey
                 backend=place.backend,
             ).backward()  # fmt: skip
             of.step(2 / of.norm() if has_norm else None)
-    assert made == [*range(0, ITEMS, 3), *range(21, ITEMS, 3), *range(0, ITEMS, 3)]
+    assert made == [*range(0, ITEMS, 3), *range(21, ITEMS, 3), 0, 24]
     torch.testing.assert_close(tables.weights, whole.weights, rtol=1e-4, atol=2e-6)
+
+
+def test_what_comes_behind_a_norm_counts(place: Place) -> None:
+    """Slices that wait, and the order of lookups, are of what was held when the norm was asked for."""
+    # The table that is scored first, for an order of its rows to be before the others'.
+    layout = BagLayout((ITEMS, 9), (WIDTH, 5), (1, 0))
+    hidden, ids = random_tensor((ROWS, WIDTH), torch.float32, 1), torch.arange(8, device=PLACE.device)
+    made = []
+    for budget, has_norm in ((SLICE, True), (1 << 20, False)):
+        tables = JointUpdate(
+            random_tensor((layout.num_elements,), torch.float32, 0),
+            BagOptimizer("sgd", layout, learning_rate=0.1, device=PLACE.device),
+        )
+        tables.holds = True
+        for heads in (0, 1, 1, 2):
+            read = tables.embedding_bags(layout, ids, ids[:5] * 2, backend=place.backend)
+            loss = read.square().sum() if heads < 2 else read.new_zeros(())
+            for head in range(heads):
+                loss = loss + linear_cross_entropy(
+                    hidden * (head + 1), tables.table(0, backend=place.backend), targets_of(ROWS, ITEMS), memory_budget=budget,
+                    backend=place.backend,
+                )  # fmt: skip
+            loss.backward()
+            if has_norm:
+                tables.norm()
+        tables.step(torch.tensor(0.5, device=PLACE.device))
+        made.append(tables.weights)
+    torch.testing.assert_close(*made, rtol=1e-4, atol=1e-5)
 
 
 def trained(kind: Any, budget: int, *, holds: bool, heads: int = 1, backend: str | None = None) -> JointUpdate:
@@ -223,8 +250,8 @@ def test_filtered(place: Place, monkeypatch: pytest.MonkeyPatch, eps: float) -> 
     monkeypatch.setattr(filter, "LEAST_WORK", 0)
     monkeypatch.setattr(filter, "MARGIN", math.inf)
     hidden, weight = (0.3 * random_tensor((rows, WIDTH), torch.float32, rows) for rows in (ROWS, ITEMS))
-    # Of the last two slices every item has a probability of 3e-5 to 1e-3.
-    unlikely = ITEMS - 12
+    # Of the last slice every item has a probability of 3e-5 to 1e-3.
+    unlikely = 24
     hidden[:, 0] = 1.0
     weight[:unlikely, 0], weight[unlikely:, 0] = 0.0, -5.0
     targets = targets_of(ROWS, unlikely)

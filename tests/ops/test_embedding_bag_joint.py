@@ -605,6 +605,38 @@ def test_gradients_that_are_dropped_and_taken(place: Place) -> None:
     assert int(tables.optimizer.step) == 2
 
 
+def test_a_norm_that_is_given_is_that_of_all_or_not_taken(place: Place) -> None:
+    """That of a captured graph, which here is a number that nothing held has."""
+    tables, other = made(), made()
+    for of in (tables, other):
+        of.holds = True
+        held_loss(of, slice(0, 6), 0).backward()
+    tables.norm()
+    taken = tables.take()
+    assert taken.squares is None
+    taken = taken._replace(squares=torch.tensor(25.0, dtype=torch.float64, device=PLACE.device))
+    tables.give(taken)
+    assert float(tables.norm()) == 5
+    tables.drop()
+    for of in (tables, other):
+        held_loss(of, slice(0, 6), 1).backward()
+    tables.give(taken)
+    torch.testing.assert_close(tables.norm(), other.norm())
+    for of in (tables, other):
+        assert bool(of.step())
+    torch.testing.assert_close(tables.weights, other.weights)
+
+
+def test_bytes_of_a_norm(place: Place) -> None:
+    tables = made()
+    rows = 4 * tables.optimizer.layout.first_rows[-1]
+    tables.holds = True
+    ids, offsets = lookups_of(POOLED, 1)
+    for calls, expected in ((1, 12 * len(ids) + rows), (2, 24 * 2 * len(ids) + 8 * 2 * len(offsets) + rows)):
+        tables.embedding_bags(POOLED, ids, offsets, backend=place.backend).sum().backward()
+        assert tables.norm_bytes == expected, calls
+
+
 @pytest.mark.gpu
 def test_a_captured_graph_holds_its_step(place: Place) -> None:
     """Where it does not, replays would hand nothing over."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from jagged.ops.layer_norm import layer_norm, torch_impl
 from tests.graphs import captured
 from tests.oracle import check_three_way
-from tests.places import ONE_ORDER, Place
+from tests.places import ONE_ORDER, PLACE, Place
 from tests.strategies import float_dtypes, random_tensor, seeds
 
 
@@ -151,12 +151,25 @@ def test_repeats_are_the_same(place: Place) -> None:
 def test_which_rows_are_the_kernels(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     if place.backend != "triton":
         pytest.skip("PyTorch has one way")
-    wide: list[int] = []
-    theirs = torch_impl.layer_norm
-    monkeypatch.setattr(torch_impl, "layer_norm", lambda x, o: (wide.append(x.x.shape[1]), theirs(x, o))[1])
+    wide: list[tuple[str, int]] = []
+    for way in ("layer_norm", "gradients"):
+        theirs = getattr(torch_impl, way)
+        noted = lambda x, o, way=way, theirs=theirs: (wide.append((way, x.x.shape[1])), theirs(x, o))[1]  # noqa: E731
+        monkeypatch.setattr(torch_impl, way, noted)
     for width in (1, 1024, 1025):
-        layer_norm(*(random_tensor(of, torch.float32, 1) for of in ((3, width), (width,), (width,))), backend=place.backend)
-    assert wide == [1025]
+        leaves = [random_tensor(of, torch.float32, 1).requires_grad_() for of in ((3, width), (width,), (width,))]
+        layer_norm(*leaves, backend=place.backend).sum().backward()
+    assert wide == [("layer_norm", 1025), ("gradients", 1025)]
+
+
+@pytest.mark.skipif(PLACE.name == "interpret", reason="kernels are interpreted outside of PyTorch")
+def test_opcheck(place: Place) -> None:
+    rows, vector = random_tensor((5, 8), torch.float32, 0), random_tensor((8,), torch.float32, 1)
+    for name, arguments in (
+        ("layer_norm", (rows, vector, vector, 1e-5, torch.bfloat16)),
+        ("layer_norm_gradients", (rows + 1, rows, vector, 1e-5)),
+    ):
+        torch.library.opcheck(getattr(torch.ops.jagged, name).default, (*arguments, place.backend))
 
 
 @pytest.mark.gpu
@@ -198,7 +211,19 @@ REFUSED: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
         ((5, 8), (8,), (8,)),
         {"dtype": torch.int32},
         TypeError,
-        "dtype: got torch.int32, expected one of torch.float32, torch.bfloat16, torch.float16, torch.float64",
+        "dtype: got torch.int32 for rows in torch.float32, expected torch.float32 or torch.bfloat16 or torch.float16",
+    ),
+    (
+        ((5, 8), (8,), (8,)),
+        {"dtype": F64},
+        TypeError,
+        "dtype: got torch.float64 for rows in torch.float32, expected torch.float32 or torch.bfloat16 or torch.float16",
+    ),
+    (
+        (((5, 8), F64), ((8,), F64), ((8,), F64)),
+        {"dtype": torch.float32},
+        TypeError,
+        "dtype: got torch.float32 for rows in torch.float64, expected torch.float64",
     ),
 ]
 

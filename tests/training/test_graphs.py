@@ -98,6 +98,24 @@ def test_sizes_are_of_items_that_are_known() -> None:
 PROCESSES: Any = SimpleNamespace(device=torch.device("cuda"), world_size=1)
 
 
+@pytest.mark.parametrize(
+    ("clips", "norm_bytes", "makes"),
+    [(True, 64 * 2**20, True), (True, 64 * 2**20 + 1, False), (True, None, False), (False, 0, False)],
+)
+def test_a_graph_makes_a_norm_that_is_asked_for_and_small(clips: bool, norm_bytes: int | None, makes: bool) -> None:
+    """None of slices, which it would keep."""
+    asked: list[None] = []
+    held: Any = SimpleNamespace(norm_bytes=norm_bytes, norm=lambda: asked.append(None))
+    weight = torch.ones(3, requires_grad=True)
+    weight.grad = torch.ones(3)
+    steps = GraphedSteps.__new__(GraphedSteps)
+    steps._gradients, steps._held, steps._clips = [weight.grad], held, clips
+    steps._forward = lambda batch: (weight.sum() * batch, None)
+    loss, _ = steps._run(2.0)
+    assert (float(loss), weight.grad.tolist()) == (6.0, [2.0, 2.0, 2.0])
+    assert bool(asked) == makes
+
+
 def test_which_runs_are_replayed() -> None:
     """One process on a GPU with a model of next items; several would have to tell each other sizes, which waits."""
 
