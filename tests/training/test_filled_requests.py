@@ -179,7 +179,9 @@ def test_drawn_candidates_stay_drawn() -> None:
 class Launched:
     """`GraphedSteps` without graphs: the same batches, filled up in the same memory, kernel by kernel."""
 
-    def __init__(self, forward: Any, sizes: Any, module: Any, device: torch.device, held: Any = None) -> None:
+    def __init__(
+        self, forward: Any, sizes: Any, module: Any, device: torch.device, held: Any = None, *, clips: bool = False
+    ) -> None:
         self._forward, self._sizes, self._device = forward, sizes, device
         self.rooms: list[Any] = []
         self.replayed = 0
