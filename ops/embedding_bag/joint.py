@@ -218,7 +218,9 @@ class JointUpdate:
         if any(isinstance(of, Slices) for of in self._held):
             return None
         lookups = [of.lookups for of in self._held if isinstance(of, _Call)]
-        count, bags = (sum(len(vector) for vector in of) for of in zip(*((x.indices, x.offsets) for x in lookups), strict=True))
+        if not lookups:
+            return 0
+        count, bags = sum(x.indices.shape[0] for x in lookups), sum(x.offsets.shape[0] for x in lookups)
         # Of a lookup a row, a source and a factor in order; where several calls are joined also its id and its factor. A square
         # of each row.
         of_lookup, of_bag = (24, 8) if len(lookups) > 1 else (12, 0)

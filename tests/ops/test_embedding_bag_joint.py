@@ -631,6 +631,7 @@ def test_bytes_of_a_norm(place: Place) -> None:
     tables = made()
     rows = 4 * tables.optimizer.layout.first_rows[-1]
     tables.holds = True
+    assert tables.norm_bytes == 0
     ids, offsets = lookups_of(POOLED, 1)
     for calls, expected in ((1, 12 * len(ids) + rows), (2, 24 * 2 * len(ids) + 8 * 2 * len(offsets) + rows)):
         tables.embedding_bags(POOLED, ids, offsets, backend=place.backend).sum().backward()
