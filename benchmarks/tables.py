@@ -766,16 +766,14 @@ def write_host() -> None:
 
 def layer_norm_page(result: dict[str, Any]) -> str:
     """Markdown of a result file of layer normalisation: forward, and both passes, by width and dtypes."""
-    rows: dict[tuple[str, str], list[str]] = {}
-    dtypes = list(dict.fromkeys(name.split(", ")[-1] for name in result["cases"]))
+    rows: dict[str, dict[str, str]] = {}
     for name, of in result["cases"].items():
-        size, between = name.rsplit(", ", 1)
-        ours, theirs = ([_us(of[who][way]["median"]) for way in ("forward", "both")] for who in ("jagged", "torch"))
-        cell = " / ".join(ours) + f" ({' / '.join(theirs)})"
-        rows.setdefault(tuple(size.split(" x ")), []).append(cell)  # type: ignore[arg-type]
-        assert dtypes.index(between) == len(rows[tuple(size.split(" x "))]) - 1  # type: ignore[index]
-    lines = [f"| rows | width | {' | '.join(dtypes)} |", f"|---:|---:|{'---:|' * len(dtypes)}"]
-    lines += [f"| {count} | {width} | {' | '.join(cells)} |" for (count, width), cells in rows.items()]
+        size, dtypes = name.rsplit(", ", 1)
+        ours, theirs = (" / ".join(_us(of[who][way]["median"]) for way in ("forward", "both")) for who in ("jagged", "torch"))
+        rows.setdefault(size, {})[dtypes] = f"{ours} ({theirs})"
+    columns = list(next(iter(rows.values())))
+    lines = [f"| rows | width | {' | '.join(columns)} |", f"|---:|---:|{'---:|' * len(columns)}"]
+    lines += [f"| {size.replace(' x ', ' | ')} | {' | '.join(cells[of] for of in columns)} |" for size, cells in rows.items()]
     words = "Forward / forward and backward:"
     return "\n\n".join([_machine(result["environment"]), words, "\n".join(lines)]) + "\n"
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from jagged.modules.jagged_module import JaggedModule
 from jagged.ops import layer_norm
 
-# The widest row of the kernels.
-WIDEST = 1024
-
 
 class LayerNorm(JaggedModule, nn.LayerNorm):
-    """`torch.nn.LayerNorm` of rows, on a GPU by a kernel in which a program takes several of them.
+    """`torch.nn.LayerNorm` of rows, on a GPU by a kernel in which a program takes several of them (`jagged.ops.layer_norm`).
 
     PyTorch's has a block of threads for each row, which the many narrow rows of a jagged batch leave idle. Parameters and results
-    are PyTorch's, but that rows in half precision may have weights in float32. On a CPU, and of rows of more than 1,024 columns,
-    it calls PyTorch's.
+    are PyTorch's, but that rows in half precision may have weights in float32.
 
     Args:
         width: D, of a row, at least 1.
@@ -30,9 +27,8 @@ class LayerNorm(JaggedModule, nn.LayerNorm):
         `[..., D]` floats in and out.
 
     Raises:
-        ValueError: a width below 1, an `eps` that is not above 0; on a GPU, rows of another width.
-        RuntimeError: on a CPU, rows of another width.
-        TypeError: no tensor.
+        ValueError: a width below 1, an `eps` that is not above 0, rows of another width.
+        TypeError: no tensor, or one of integers.
 
     Example:
         >>> import torch
@@ -48,11 +44,11 @@ class LayerNorm(JaggedModule, nn.LayerNorm):
     def __init__(
         self, width: int, eps: float = 1e-5, *, autocast_output: bool = False, device: torch.device | str | None = None
     ) -> None:
-        if not isinstance(width, int) or width < 1:
+        if isinstance(width, bool) or not isinstance(width, (int, np.integer)) or width < 1:
             raise ValueError(f"width: expected the columns of a row, at least 1, got {width!r}")
         if not eps > 0:
             raise ValueError(f"eps: expected above 0, got {eps}")
-        super().__init__(width, eps, device=device)
+        super().__init__(int(width), eps, device=device)
         self.autocast_output = autocast_output
 
     def reset_parameters(self) -> None:
@@ -70,9 +66,6 @@ class LayerNorm(JaggedModule, nn.LayerNorm):
             exact = torch.float32
         weight: Tensor = self.weight
         bias: Tensor = self.bias
-        if x.is_cuda and not x.is_nested and self.normalized_shape[0] <= WIDEST:
-            if weight.dtype != x.dtype:
-                weight, bias = weight.to(exact), bias.to(exact)
-            return layer_norm(x, weight, bias, self.eps, dtype=dtype)
-        wide = x.to(exact), self.normalized_shape, weight.to(exact), bias.to(exact)
-        return nn.functional.layer_norm(*wide, self.eps).to(dtype)
+        if weight.dtype != x.dtype:
+            weight, bias = weight.to(exact), bias.to(exact)
+        return layer_norm(x, weight, bias, self.eps, dtype=dtype)

@@ -363,8 +363,9 @@ class _Step(nn.Module):
         self._graphs: GraphedSteps | None = None
         if graphs and isinstance(task, NextItemTask):
             sizes = SequenceSizes(task.model.config["num_items"])
-            forward = lambda batch: (self._task(batch).loss, None)  # noqa: E731
-            self._graphs = GraphedSteps(forward, sizes, task, processes.device, held, clips=clips)
+            self._graphs = GraphedSteps(
+                lambda batch: (self._task(batch).loss, None), sizes, task, processes.device, held, clips=clips
+            )
         elif graphs and isinstance(task, RequestModel):
             of_requests = RequestSizes(frozenset(task.inputs.list_histories))
             self._graphs = GraphedSteps(self._loss_and_rows, of_requests, task, processes.device, held, clips=clips)

@@ -167,8 +167,7 @@ def forecast(
     by_rows = updates_rows(task, config.training, world_size) and table.requires_grad
     gradients, states = sum(sizes) + max(sizes) * (2 if graphs else 1), 2 * sum(sizes)
     if by_rows:
-        most_bytes, clips = config.training.table_gradient_bytes, config.training.gradient_clip_norm is not None
-        gradients = sum(sizes) - table.nbytes + int(_row_bytes(task, table, most, most_bytes, clips=clips))
+        gradients = sum(sizes) - table.nbytes + int(_row_bytes(task, table, most, config.training.table_gradient_bytes))
     if config.training.table_optimizer != "adamw":
         states += state_bytes(config.training, table) // world_size - 2 * (table.nbytes - others.nbytes)
     scored = min(len(table), _scored_rows(task, most)) if isinstance(task.head, SampledCrossEntropyHead) else 0
@@ -334,12 +333,12 @@ class _Weights:
         )
 
 
-def _row_bytes(task: NextItemTask, table: Tensor, tokens: float, most_bytes: int | None, *, clips: bool) -> float:
+def _row_bytes(task: NextItemTask, table: Tensor, tokens: float, most_bytes: int | None) -> float:
     """What gradients of the rows that a step looks up and scores take until the rows are updated, or more."""
     row, scored = 3 * 4 * table.shape[1], _scored_rows(task, tokens)
     if most_bytes is not None and most_bytes < table.nbytes:
         # Slices, the one in work once more while it is put together with the rows that are read, and those.
-        return (1 + 2 / SLICES_OF_ROOM if clips else 2.5) * most_bytes + row * tokens
+        return (1 + 2 / SLICES_OF_ROOM) * most_bytes + row * tokens
     sampler = getattr(task.head, "sampler", None)
     if getattr(sampler, "rows_per_draw", None) == 1 and scored <= MOST_GATHERED * len(table):
         # In factors, with the hidden states.

@@ -128,9 +128,9 @@ def linear_cross_entropy(
         strategy: `"fused"` backward kernels keep nothing but gradients, `"chunked"` ones a buffer for a chunk of items;
             `"auto"` picks the faster that fits `memory_budget`; `linear_cross_entropy_strategy` says which.
         memory_budget: bytes that chunks may take beside the gradients; with less `"auto"` takes fused kernels. Where weight is a
-            table of `JointUpdate`, and larger, no gradient of it is stored: its update computes slices of so many bytes. Where it
-            has to know a norm first, seven eighths of them wait, and what is beyond is computed twice. A bias with a gradient
-            keeps the table's whole.
+            table of `JointUpdate`, and larger, no gradient of it is stored: its update computes slices that take so many bytes.
+            Where it has to know a norm first, seven eighths of them wait, and what is beyond is computed twice. A bias with a
+            gradient keeps the table's whole.
         return_lse: also return the log-sum-exp of each row's logits; it is differentiable.
         return_target_logit: also return the logit of each row's target, 0 in ignored rows; it is differentiable.
         backend: `"torch"`, `"triton"`, or None to choose by device.

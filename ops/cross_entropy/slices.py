@@ -24,13 +24,14 @@ class WeightSlices:
     """The gradient of `weight` `[V, D]` by one call of `linear_cross_entropy`, slice by slice.
 
     Attributes:
-        rows: how many items of a gradient the memory budget has room for.
+        row_bytes: of an item's gradient.
+        room: bytes that slices may take.
     """
 
     def __init__(self, x: GradientInputs, o: Options, backend: str | None) -> None:
         self._x, self._o, self._backend = x, o, backend
-        bytes_of_item = x.weight.shape[1] * max(4, x.weight.element_size())
-        self.rows = max(1, o.memory_budget // bytes_of_item)
+        self.row_bytes = x.weight.shape[1] * max(4, x.weight.element_size())
+        self.room = o.memory_budget
 
     def __call__(self, first: int, last: int) -> Tensor:
         """Return the gradient of the items from `first` to before `last`, `[last - first, D]`, at least float32."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, Protocol
 
@@ -19,9 +18,10 @@ SLICES_OF_ROOM = 8
 
 
 class Source(Protocol):
-    """The gradient of a table, `[rows, width]`, by slices, of which `rows` rows have room."""
+    """The gradient of a table, `[rows, width]`, by slices: the bytes of a row, and those that there is room for."""
 
-    rows: int
+    row_bytes: int
+    room: int
 
     def __call__(self, first: int, last: int) -> Tensor:
         """Return that of the rows from `first` to before `last`, in float32 or float64."""
@@ -57,14 +57,17 @@ def slices_of(
         given: what tables' gradients are made of.
         rows: of each table.
         kept: gradients by table and first row, which are taken from here and not made again.
-        keeps: put there what there is room for beside the slice in work; of several tables the smallest room is that of all.
+        keeps: put there what there is room for beside the slice in work. The smallest room is that of all tables.
     """
-    left = None
-    for number in dict.fromkeys(of.number for of in given):
+    room = min(of.source.room for of in given)
+    row_bytes = {of.number: of.source.row_bytes for of in given}
+    # Small ones leave most of the room to those that wait, and each is some launches. Where none wait, half is for the copy of a
+    # slice beside the lookups of its rows.
+    pieces = SLICES_OF_ROOM if keeps or kept else 2
+    steps = {number: max(1, room // pieces // of_row) for number, of_row in row_bytes.items()}
+    left = room - max(steps[number] * row_bytes[number] for number in steps)
+    for number, step in steps.items():
         sources = [of.source for of in given if of.number == number]
-        room = min(source.rows for source in sources)
-        # Small ones leave most of the room to those that wait, and each is some launches.
-        step = max(1, room // SLICES_OF_ROOM) if keeps or kept else room
         for first in range(0, rows[number], step):
             last = min(first + step, rows[number])
             gradient = kept.pop((number, first), None)
@@ -72,8 +75,6 @@ def slices_of(
                 gradient = sources[0](first, last)
                 for source in sources[1:]:
                     gradient += source(first, last)
-            row_bytes = gradient.nbytes // (last - first)
-            left = min((room - step) * row_bytes, math.inf if left is None else left)
             if keeps and gradient.nbytes <= left:
                 kept[number, first], left = gradient, left - gradient.nbytes
             yield Slice(number, first, last, gradient)

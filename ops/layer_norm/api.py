@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from jagged.ops._shared.validation import FLOATS, check_device, check_number, check_tensor, holds
-from jagged.ops.layer_norm.spec import LAYER_NORM, Inputs, Options
+from jagged.ops.layer_norm.spec import LAYER_NORM, WIDEST, Inputs, Options
 
 
 def layer_norm(
@@ -22,7 +22,7 @@ def layer_norm(
 
     It is `torch.nn.functional.layer_norm`, which has a block of threads for each row; here a program takes several rows, as those
     of a jagged batch are many and narrow, and writes the dtype that is asked for. On a GPU rows of up to 1,024 columns are one
-    pass over them, and so is backward; wider ones, and float64, are PyTorch's. Autocast changes nothing.
+    pass over them, and so is backward; wider ones, float64, and rows on a CPU are PyTorch's. Autocast changes nothing.
 
     Args:
         x: `[..., D]`, float32, bfloat16, float16 or float64.
@@ -66,5 +66,11 @@ def layer_norm(
     of_rows = [of for of in FLOATS if (of == torch.float64) == (x.dtype == torch.float64)]
     if dtype is not None and dtype not in of_rows:
         raise TypeError(f"dtype: got {dtype} for rows in {x.dtype}, expected {' or '.join(map(str, of_rows))}")
-    output = LAYER_NORM(Inputs(rows, weight, bias), Options(eps, dtype or x.dtype), backend).output
+    given = dtype or x.dtype
+    if backend is None and not (x.is_cuda and x.dtype != torch.float64 and rows.shape[1] <= WIDEST):
+        # What every program knows, with derivatives of every kind.
+        exact = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), given)
+        wide = x.to(exact), rows.shape[1:], weight.to(exact), bias.to(exact)
+        return torch.nn.functional.layer_norm(*wide, eps).to(given)
+    output = LAYER_NORM(Inputs(rows, weight, bias), Options(eps, given), backend).output
     return output if x.dim() == 2 else output.view(x.shape)

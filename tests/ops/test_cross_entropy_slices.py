@@ -18,13 +18,14 @@ from torch.utils.checkpoint import checkpoint
 
 from jagged.ops import BagLayout, BagOptimizer, JointUpdate, linear_cross_entropy
 from jagged.ops.cross_entropy.slices import WeightSlices
+from jagged.ops.embedding_bag.slices import Slices, slices_of
 from tests.graphs import captured
 from tests.memory import PeakMemory
 from tests.places import PLACE, Place
 from tests.strategies import random_tensor
 
 ITEMS, WIDTH, ROWS = 40, 12, 13
-# Of 24 rows, the last of sixteen. Under a norm of three rows, of which seven slices wait for the step, the last of one.
+# Of 24 rows: twelve a slice, the last of four. Under a norm three, of which seven slices wait for the step, the last of one.
 SLICE = 24 * WIDTH * 4
 #: A pooled feature that is a mean and a sequence of the table that is scored; a pooled feature of another.
 LAYOUT = BagLayout((9, ITEMS), (5, WIDTH), (1, 0, 1), (True, False, False), (False, False, True))
@@ -56,6 +57,16 @@ def alone(weight: Tensor, kind: Any = "sgd", **options: Any) -> JointUpdate:
     layout = BagLayout((weight.shape[0],), (weight.shape[1],))
     optimizer = BagOptimizer(kind, layout, learning_rate=1.0, device=weight.device, **options)
     return JointUpdate(weight.detach().clone().flatten(), optimizer)
+
+
+def taught(tables: JointUpdate, loss: Tensor, *, waits: bool) -> None:
+    """Backward and the update: at once, or behind a norm, for which slices wait."""
+    tables.holds = waits
+    loss.backward()
+    if waits:
+        tables.norm()
+        assert tables._kept
+        assert tables.step()
 
 
 def rows_of(tables: JointUpdate, number: int = 0) -> Tensor:
@@ -165,8 +176,38 @@ def test_slices_wait_for_the_step_as_far_as_the_budget_goes(place: Place, monkey
                 backend=place.backend,
             ).backward()  # fmt: skip
             of.step(2 / of.norm() if has_norm else None)
-    assert made == [*range(0, ITEMS, 3), *range(21, ITEMS, 3), 0, 24]
+    assert made == [*range(0, ITEMS, 3), *range(21, ITEMS, 3), *range(0, ITEMS, 12)]
     torch.testing.assert_close(tables.weights, whole.weights, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize(("first", "second"), [(640, 640), (1280, 640), (640, 5120), (640, 1280), (64, 5120), (1, 1)])
+def test_several_tables_share_the_smallest_room(first: int, second: int) -> None:
+    """What waits, and the slice in work, of tables with different budgets and widths."""
+
+    class OfOnes:
+        def __init__(self, width: int, room: int) -> None:
+            self.width, self.row_bytes, self.room = width, 4 * width, room
+
+        def __call__(self, first: int, last: int) -> Tensor:
+            return torch.ones(last - first, self.width)
+
+        def is_finite(self) -> Tensor:
+            return torch.ones((), dtype=torch.bool)
+
+    given_ = [Slices(number, 0, None, OfOnes(width, room)) for number, (width, room) in enumerate([(2, first), (4, second)])]
+    kept: dict[tuple[int, int], Tensor] = {}
+    # A row at least is made, whatever the room.
+    room = max(min(first, second), 16)
+    for part in slices_of(given_, (100, 100), kept, keeps=True):
+        waits = {id(of): of.nbytes for of in kept.values()}
+        assert sum(waits.values()) + (0 if id(part.gradient) in waits else part.gradient.nbytes) <= room
+    assert bool(kept) == (room > 16)
+    rows = [0, 0]
+    for part in slices_of(given_, (100, 100), kept):
+        assert part.first == rows[part.number]
+        rows[part.number] = part.last
+    assert rows == [100, 100]
+    assert not kept
 
 
 def test_what_comes_behind_a_norm_counts(place: Place) -> None:
@@ -301,7 +342,10 @@ def test_a_copy_holds_nothing(place: Place) -> None:
         ).backward()
 
     backward(tables)
+    tables.norm()
+    assert tables._kept
     copied = pickle.loads(pickle.dumps(tables))
+    assert not copied._kept
     assert float(copied.norm()) == 0
     backward(copied)
     for of in (tables, copied):
@@ -309,8 +353,9 @@ def test_a_copy_holds_nothing(place: Place) -> None:
     assert torch.equal(copied.weights, tables.weights)
 
 
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(place: Place, dtype: torch.dtype) -> None:
+def test_autocast(place: Place, dtype: torch.dtype, waits: bool) -> None:
     """Products are of 16 bits, and the gradient of weights of 32 bits is not."""
     hidden, weight = (random_tensor((rows, WIDTH), torch.float32, rows).requires_grad_() for rows in (ROWS, ITEMS))
 
@@ -320,27 +365,29 @@ def test_autocast(place: Place, dtype: torch.dtype) -> None:
 
     (expected,) = torch.autograd.grad(call(weight, SLICE), weight)
     tables = alone(weight)
-    call(tables.table(backend=place.backend), SLICE).backward()
+    taught(tables, call(tables.table(backend=place.backend), SLICE), waits=waits)
     torch.testing.assert_close(weight.detach() - rows_of(tables), expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_table_of_sixteen_bits(place: Place, dtype: torch.dtype) -> None:
+def test_a_table_of_sixteen_bits(place: Place, dtype: torch.dtype, waits: bool) -> None:
     """Its rows are rounded once, where a whole gradient is rounded before."""
     hidden, weight = (random_tensor((rows, WIDTH), dtype, rows) for rows in (ROWS, ITEMS))
     tables = alone(weight)
-    linear_cross_entropy(
+    loss = linear_cross_entropy(
         hidden.requires_grad_(), tables.table(backend=place.backend), targets_of(ROWS, ITEMS), memory_budget=SLICE // 2,
         backend=place.backend,
-    ).backward()  # fmt: skip
+    )  # fmt: skip
+    taught(tables, loss, waits=waits)
     exact = weight.double().requires_grad_()
     (expected,) = torch.autograd.grad(linear_cross_entropy(hidden.detach().double(), exact, targets_of(ROWS, ITEMS)), exact)
     steps = torch.finfo(dtype).eps
     torch.testing.assert_close(rows_of(tables).double(), exact.detach() - expected, rtol=steps, atol=4 * steps)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_under_checkpointing(place: Place, use_reentrant: bool) -> None:
+@pytest.mark.parametrize(("use_reentrant", "waits"), [(False, False), (False, True), (True, False)])
+def test_under_checkpointing(place: Place, use_reentrant: bool, waits: bool) -> None:
     weight = random_tensor((ITEMS, WIDTH), torch.float32, 0)
     plain, again = alone(weight), alone(weight)
 
@@ -350,13 +397,13 @@ def test_under_checkpointing(place: Place, use_reentrant: bool) -> None:
         )
 
     hidden = random_tensor((ROWS, WIDTH), torch.float32, 1).requires_grad_()
-    call(plain)(hidden).backward()
+    taught(plain, call(plain)(hidden), waits=waits)
     loss = checkpoint(call(again), hidden, use_reentrant=use_reentrant)
     if use_reentrant:
         with pytest.raises(RuntimeError, match="reentrant checkpointing"):
             loss.backward()
         return
-    loss.backward()
+    taught(again, loss, waits=waits)
     assert torch.equal(again.weights, plain.weights)
 
 

@@ -162,6 +162,25 @@ def test_which_rows_are_the_kernels(place: Place, monkeypatch: pytest.MonkeyPatc
     assert wide == [("layer_norm", 1025), ("gradients", 1025)]
 
 
+@pytest.mark.parametrize("rows_dtype", PLACE.dtypes)
+def test_where_no_kernel_is_it_is_pytorchs_own(place: Place, rows_dtype: torch.dtype) -> None:
+    """So it has forward-mode derivatives, and is no operator of ours in a program."""
+    width = 1025 if PLACE.name == "gpu" and rows_dtype != torch.float64 else 8
+    x, weight, bias = (random_tensor(of, rows_dtype, seed) for seed, of in enumerate([(3, width), (width,), (width,)]))
+
+    def theirs(x: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x, (width,), weight, bias)
+
+    def ours(x: Tensor) -> Tensor:
+        return layer_norm(x, weight, bias)
+
+    if PLACE.name != "interpret":
+        assert torch.equal(ours(x), theirs(x))
+        assert torch.equal(torch.func.jvp(ours, (x,), (x,))[1], torch.func.jvp(theirs, (x,), (x,))[1])
+    found = layer_norm(x, weight.float(), bias.float()) if rows_dtype != torch.float64 else ours(x)
+    assert found.dtype == rows_dtype
+
+
 @pytest.mark.skipif(PLACE.name == "interpret", reason="kernels are interpreted outside of PyTorch")
 def test_opcheck(place: Place) -> None:
     rows, vector = random_tensor((5, 8), torch.float32, 0), random_tensor((8,), torch.float32, 1)
