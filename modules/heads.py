@@ -214,7 +214,8 @@ class SampledCrossEntropyHead(SplitHead):
         correction: whose logits are corrected by how probable they were drawn: `"none"`, `"negatives"` or `"both"`. `"auto"` is
             `"negatives"`, where the sampler draws every item as often and the loss is not refined `"none"`. Without a correction
             scores come out relative to how often items are drawn, so that popular items rank last.
-        positive, mask_hits, renormalise, gbce_t, filter_eps, sparse: as for `jagged.ops.sampled_linear_cross_entropy`.
+        positive, mask_hits, renormalise, gbce_t, filter_eps, sparse, memory_budget: as for
+            `jagged.ops.sampled_linear_cross_entropy`.
         temperature: what logits are divided by, > 0.
         ignore_index: rows with this target have no loss, and are nobody's negatives.
         split: where given, `weight` is this process's block of the item table's rows. The rows of all processes have the
@@ -226,7 +227,8 @@ class SampledCrossEntropyHead(SplitHead):
         ValueError: options that do not go together: see the operator. Where the batch decides how many negatives there are,
             gbce and `renormalise`, which need their number, are refused, and so is a correction by a sampler that knows no
             probabilities. `correction="auto"` refuses what needs a correction and cannot have one: bce and gbce, unless every
-            item is drawn as often, and a sampler that knows no probabilities. A split head knows no `sparse` and no `exclude`.
+            item is drawn as often, and a sampler that knows no probabilities. A split head knows no `sparse`, no
+            `memory_budget` and no `exclude`.
 
     Shape:
         hidden: JaggedTensor with values `[sum L, D]`; weight: `[num_items, D]`; targets: `[sum L]`, int32 or int64, or a
@@ -246,7 +248,7 @@ class SampledCrossEntropyHead(SplitHead):
 
     shown = (
         "loss", "correction", "positive", "mask_hits", "renormalise", "gbce_t", "temperature", "filter_eps", "sparse",
-        "ignore_index",
+        "memory_budget", "ignore_index",
     )  # fmt: skip
 
     def __init__(
@@ -262,6 +264,7 @@ class SampledCrossEntropyHead(SplitHead):
         temperature: float = 1.0,
         filter_eps: float | None = None,
         sparse: bool = False,
+        memory_budget: int | None = None,
         ignore_index: int = -100,
         split: RowSplit | None = None,
     ) -> None:
@@ -279,10 +282,12 @@ class SampledCrossEntropyHead(SplitHead):
         self.positive: Positive = positive
         self.mask_hits, self.renormalise, self.gbce_t = mask_hits, renormalise, gbce_t
         self.temperature, self.filter_eps, self.sparse, self.ignore_index = temperature, filter_eps, sparse, ignore_index
+        self.memory_budget = memory_budget
         self.split = split
 
     def _beyond_a_split(self) -> list[str]:
-        return ["sparse"] if self.sparse else []
+        given = {"sparse": self.sparse, "memory_budget": self.memory_budget is not None}
+        return [name for name, is_given in given.items() if is_given]
 
     def forward(
         self,
@@ -303,7 +308,17 @@ class SampledCrossEntropyHead(SplitHead):
             return self._forward_split(self._split, values, weight, targets)
         negatives = self.sampler(targets, ignore_index=self.ignore_index)
         number = _number_of(negatives.negatives)
-        loss = self._loss(values, weight, targets, negatives, number, self.loss, exclude=exclude, sparse=self.sparse)
+        loss = self._loss(
+            values,
+            weight,
+            targets,
+            negatives,
+            number,
+            self.loss,
+            exclude=exclude,
+            sparse=self.sparse,
+            memory_budget=self.memory_budget,
+        )
         return HeadOutput(loss, target_logits(values, weight, targets, self.ignore_index) / self.temperature)
 
     def _loss(

@@ -257,8 +257,8 @@ class LoopOptions(Section):
     )
     table_gradient_bytes: int | None = option(
         None,
-        "most bytes of a whole table's gradient, which a head over all items makes; a larger one is made in slices, "
-        "those beyond seven eighths of it twice where gradients are clipped; none for any",
+        "most bytes of a whole table's gradient, which a head makes over all items or with negatives of each row; a larger one "
+        "is made in slices, those beyond seven eighths of it twice where gradients are clipped; none for any",
         when={"table_optimizer": (*_ADAMS, *_LAMBS, *_ADAGRADS, "sgd")},
         ge=1,
     )

@@ -21,7 +21,8 @@ from jagged.models import NextItemTask, RequestModel
 from jagged.modules import MixedSampler, SampledCrossEntropyHead
 from jagged.modules.trained_tables import TrainedTables
 from jagged.ops.embedding_bag.slices import SLICES_OF_ROOM
-from jagged.ops.sampled_cross_entropy.api import MOST_GATHERED
+from jagged.ops.sampled_cross_entropy.api import AT_ONCE, MOST_GATHERED
+from jagged.ops.sampled_cross_entropy.triton.entries import ENTRY_BYTES
 from jagged.scoring import DEFAULT_MAX_BYTES
 from jagged.training.display import memory_in_use
 from jagged.training.filled import room_for_more
@@ -29,7 +30,7 @@ from jagged.training.graphs import graphs_serve
 from jagged.training.optimizer import table_names, updated_heads
 from jagged.training.processes import Processes
 from jagged.training.table_plan import check_plan, plan_tables, splits_of
-from jagged.training.table_updates import cache_budgets, state_bytes, updates_rows
+from jagged.training.table_updates import cache_budgets, draws_for_each_row, state_bytes, updates_rows
 
 if TYPE_CHECKING:
     from jagged.data import Part
@@ -167,7 +168,7 @@ def forecast(
     by_rows = updates_rows(task, config.training, world_size) and table.requires_grad
     gradients, states = sum(sizes) + max(sizes) * (2 if graphs else 1), 2 * sum(sizes)
     if by_rows:
-        gradients = sum(sizes) - table.nbytes + int(_row_bytes(task, table, most, config.training.table_gradient_bytes))
+        gradients = sum(sizes) - table.nbytes + int(_row_bytes(task, table, most, config.training))
     if config.training.table_optimizer != "adamw":
         states += state_bytes(config.training, table) // world_size - 2 * (table.nbytes - others.nbytes)
     scored = min(len(table), _scored_rows(task, most)) if isinstance(task.head, SampledCrossEntropyHead) else 0
@@ -189,11 +190,12 @@ def forecast(
         tokens=tokens,
         steps_per_epoch=steps,
         max_steps=steps * config.training.max_epochs,
-        slices=_times_in_slices(config.training, table) if by_rows else 0,
+        slices=_times_in_slices(config.training, table) if by_rows and _is_in_slices(task, table, most, config.training) else 0,
     )
 
 
 def _times_in_slices(options: LoopOptions, table: Tensor) -> float:
+    """How often a step makes a gradient that is in slices; 0 where all of them wait for the update."""
     most = options.table_gradient_bytes
     if most is None or most >= table.nbytes:
         return 0
@@ -333,17 +335,27 @@ class _Weights:
         )
 
 
-def _row_bytes(task: NextItemTask, table: Tensor, tokens: float, most_bytes: int | None) -> float:
+def _row_bytes(task: NextItemTask, table: Tensor, tokens: float, options: LoopOptions) -> float:
     """What gradients of the rows that a step looks up and scores take until the rows are updated, or more."""
-    row, scored = 3 * 4 * table.shape[1], _scored_rows(task, tokens)
-    if most_bytes is not None and most_bytes < table.nbytes:
-        # Slices, the one in work once more while it is put together with the rows that are read, and those.
-        return (1 + 2 / SLICES_OF_ROOM) * most_bytes + row * tokens
-    sampler = getattr(task.head, "sampler", None)
-    if getattr(sampler, "rows_per_draw", None) == 1 and scored <= MOST_GATHERED * len(table):
+    row, scored, most = 3 * 4 * table.shape[1], _scored_rows(task, tokens), options.table_gradient_bytes
+    if _is_in_slices(task, table, tokens, options):
+        if not draws_for_each_row(task.head):
+            # Slices, the one in work once more while it is put together with the rows that are read, and those.
+            return (1 + 2 / SLICES_OF_ROOM) * cast(int, most) + row * tokens
+        # What rows add is sorted before the first slice is made, behind each of which there is room for the rows that are read.
+        slices = min(table.nbytes, most or table.nbytes) + 4 * scored + SLICES_OF_ROOM * row / 3 * tokens
+        return max(ENTRY_BYTES * scored, slices) + row * tokens
+    if draws_for_each_row(task.head) and scored <= MOST_GATHERED * len(table):
         # In factors, with the hidden states.
         return row * 2 * tokens + _PAIR_BYTES * scored
     return row * (min(len(table), scored) + tokens)
+
+
+def _is_in_slices(task: NextItemTask, table: Tensor, tokens: float, options: LoopOptions) -> bool:
+    """Whether a step's update makes the gradient of a table in slices."""
+    if draws_for_each_row(task.head):
+        return _scored_rows(task, tokens) > MOST_GATHERED * len(table) and 4 * table.numel() > AT_ONCE
+    return options.table_gradient_bytes is not None and options.table_gradient_bytes < table.nbytes
 
 
 def _scored_rows(task: NextItemTask, tokens: float) -> float:

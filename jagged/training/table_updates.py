@@ -188,16 +188,17 @@ class RowUpdates:
         }
         self.held = HeldUpdates(task)
         head = getattr(task, "head", None)
-        self._head = head if isinstance(head, SampledCrossEntropyHead) and not head.sparse else None
-        if self._head is not None:
+        options: dict[str, Any] = {}
+        if isinstance(head, SampledCrossEntropyHead):
             # A gradient of the rows that are scored, and of no others.
-            self._head.sparse = True
-        self._whole = head if isinstance(head, CutCrossEntropyHead) else None
-        if self._whole is not None:
-            self._budget = self._whole.memory_budget
+            options = {"sparse": True, "memory_budget": config.table_gradient_bytes}
+        elif isinstance(head, CutCrossEntropyHead):
             # Slices cost a second time where there is a norm to clip by, so that they are asked for.
             largest = max(parameter.nbytes for parameter in self._tables.values())
-            self._whole.memory_budget = config.table_gradient_bytes or max(self._budget, largest)
+            options = {"memory_budget": config.table_gradient_bytes or max(head.memory_budget, largest)}
+        self._head, self._of_head = head, {name: getattr(head, name) for name in options}
+        for name, value in options.items():
+            setattr(head, name, value)
 
     @property
     def names(self) -> set[str]:
@@ -255,10 +256,8 @@ class RowUpdates:
         """
         for part in self._collections.values():
             part.stop_updating()
-        if self._head is not None:
-            self._head.sparse = False
-        if self._whole is not None:
-            self._whole.memory_budget = self._budget
+        for name, value in self._of_head.items():
+            setattr(self._head, name, value)
 
 
 def update_tables_in_backward(task: nn.Module, config: TrainerConfig, world_size: int) -> RowUpdates | None:
@@ -301,12 +300,18 @@ def update_tables_in_backward(task: nn.Module, config: TrainerConfig, world_size
                 f"{option}: {getattr(config, option)} updates tables that all learn, got some that are frozen; {_cure(option)}"
             )
         return None
-    if config.table_gradient_bytes is not None and not isinstance(head := getattr(task, "head", None), CutCrossEntropyHead):
+    head = getattr(task, "head", None)
+    if config.table_gradient_bytes is not None and not (isinstance(head, CutCrossEntropyHead) or draws_for_each_row(head)):
         raise TrainingError(
-            f"table_gradient_bytes: {config.table_gradient_bytes} belongs to a head over all items, got "
-            f"{type(task if head is None else head).__name__}, of which no table has a whole gradient; leave it out"
+            f"table_gradient_bytes: {config.table_gradient_bytes} belongs to a head over all items, or with negatives of each "
+            f"row, got {type(task if head is None else head).__name__}, of which no table has a whole gradient; leave it out"
         )
     return RowUpdates(task, config)
+
+
+def draws_for_each_row(head: nn.Module | None) -> bool:
+    """Whether a head's negatives are each row's own, so that a step may name most rows of its table."""
+    return isinstance(head, SampledCrossEntropyHead) and getattr(head.sampler, "rows_per_draw", None) == 1
 
 
 def _cure(option: str) -> str:

@@ -33,8 +33,11 @@ class WeightSlices:
         self.row_bytes = x.weight.shape[1] * max(4, x.weight.element_size())
         self.room = o.memory_budget
 
-    def __call__(self, first: int, last: int) -> Tensor:
-        """Return the gradient of the items from `first` to before `last`, `[last - first, D]`, at least float32."""
+    def __call__(self, first: int, last: int, behind: int) -> Tensor:
+        """Return the gradient of the items from `first` to before `last`, `[last - first, D]`, at least float32.
+
+        It has no room behind: beside what a slice takes here, a copy is nothing.
+        """
         x, ignored = self._x, self._o.ignore_index
         target = x.target - first
         # The targets of other slices are no items of this one, but their rows count.
@@ -47,6 +50,10 @@ class WeightSlices:
         with torch.autocast(x.hidden.device.type, enabled=False):
             gradient: Tensor = WEIGHT_GRADIENT(part, self._o, self._backend).gradient
         return gradient
+
+    def anew(self) -> WeightSlices:
+        """Return itself, which keeps nothing of one step."""
+        return self
 
     def is_finite(self) -> Tensor:
         """Return whether the rows that count have finite hidden states, log-sum-exps and gradients: `[]` bool."""

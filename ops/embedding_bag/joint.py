@@ -288,7 +288,9 @@ class JointUpdate:
         self._forget()
         # A replay has read the tables as they are now, whatever they were when it was captured.
         version = self.weights._version
-        self._held = self._held + [of._replace(version=version) if isinstance(of, Slices) else of for of in calls]
+        self._held = self._held + [
+            of._replace(version=version, source=of.source.anew()) if isinstance(of, Slices) else of for of in calls
+        ]
         self._squares, self._is_captured = squares if is_all else None, False
 
     def drop(self) -> None:
@@ -372,7 +374,8 @@ class JointUpdate:
             if (others := entries.of_others([of.number for of in slices])) is not None:
                 # An order is that of all lookups.
                 yield call._replace(layout=entries.layout, lookups=others, order=None)
-        for part in slices_of(slices, self.optimizer.layout.rows, kept, keeps=keeps):
+        behind = 0 if entries is None else entries.gradient_size
+        for part in slices_of(slices, self.optimizer.layout.rows, kept, keeps=keeps, behind=behind):
             ids = torch.arange(part.first, part.last, device=part.gradient.device)
             ends = torch.arange(len(ids) + 1, device=ids.device)
             call = _call_of_bags(self, part.number, slices[0].backend, part.gradient, ids, ends, None)
@@ -450,8 +453,8 @@ class _Table(torch.autograd.Function):
         ctx.of, ctx.number, ctx.backend = of, number, backend
         ctx.set_materialize_grads(False)
         ctx.task = task = torch._C._current_graph_task_id()
-        # For losses that have the table's gradient in factors (`sampled_cross_entropy/pairs.py`), or slice by slice
-        # (`cross_entropy/slices.py`).
+        # For losses that have the table's gradient in factors, or slice by slice (`sampled_cross_entropy/apart.py`,
+        # `cross_entropy/slices.py`).
         ctx.take_pairs = functools.partial(_take_pairs, of, number, backend, task)
         ctx.take_slices = functools.partial(_take_slices, of, number, backend, task, of.weights._version)
         # Not a view, of which autograd would want to know what becomes of the other tables.

@@ -23,11 +23,17 @@ class Source(Protocol):
     row_bytes: int
     room: int
 
-    def __call__(self, first: int, last: int) -> Tensor:
-        """Return that of the rows from `first` to before `last`, in float32 or float64."""
+    def __call__(self, first: int, last: int, behind: int) -> Tensor:
+        """Return that of the rows from `first` to before `last`, in float32 or float64.
+
+        Where it can, with room for so many numbers behind (`ops/_shared/room.py`).
+        """
 
     def is_finite(self) -> Tensor:
         """Return whether what it is made of is finite: `[]` bool on the device."""
+
+    def anew(self) -> Source:
+        """Return the same without what it has found out about its tensors, which may have other numbers now."""
 
 
 class Slices(NamedTuple):
@@ -49,32 +55,40 @@ class Slice(NamedTuple):
 
 
 def slices_of(
-    given: Sequence[Slices], rows: tuple[int, ...], kept: dict[tuple[int, int], Tensor], *, keeps: bool = False
+    given: Sequence[Slices],
+    rows: tuple[int, ...],
+    kept: dict[tuple[int, int], Tensor],
+    *,
+    keeps: bool = False,
+    behind: int = 0,
 ) -> Iterator[Slice]:
-    """Yield the slices of all tables that have any. Each is let go before the next is made.
+    """Yield the slices of all tables that have any: one of each, where there is room. Each is let go before the next is made.
 
     Args:
         given: what tables' gradients are made of.
         rows: of each table.
         kept: gradients by table and first row, which are taken from here and not made again.
         keeps: put there what there is room for beside the slice in work. The smallest room is that of all tables.
+        behind: numbers that will be brought behind each.
     """
     room = min(of.source.room for of in given)
     row_bytes = {of.number: of.source.row_bytes for of in given}
-    # Small ones leave most of the room to those that wait, and each is some launches. Where none wait, half is for the copy of a
-    # slice beside the lookups of its rows.
-    pieces = SLICES_OF_ROOM if keeps or kept else 2
-    steps = {number: max(1, room // pieces // of_row) for number, of_row in row_bytes.items()}
-    left = room - max(steps[number] * row_bytes[number] for number in steps)
+    steps, left = {number: rows[number] for number in row_bytes}, room
+    if sum(rows[number] * of_row for number, of_row in row_bytes.items()) > room:
+        # Small ones leave most of the room to those that wait, and each is some launches. Where none wait, half is for the copy
+        # of a slice beside the lookups of its rows.
+        pieces = SLICES_OF_ROOM if keeps or kept else 2
+        steps = {number: max(1, room // pieces // of_row) for number, of_row in row_bytes.items()}
+        left -= max(steps[number] * row_bytes[number] for number in steps)
     for number, step in steps.items():
         sources = [of.source for of in given if of.number == number]
         for first in range(0, rows[number], step):
             last = min(first + step, rows[number])
             gradient = kept.pop((number, first), None)
             if gradient is None:
-                gradient = sources[0](first, last)
+                gradient = sources[0](first, last, behind)
                 for source in sources[1:]:
-                    gradient += source(first, last)
+                    gradient += source(first, last, 0)
             if keeps and gradient.nbytes <= left:
                 kept[number, first], left = gradient, left - gradient.nbytes
             yield Slice(number, first, last, gradient)
@@ -108,6 +122,11 @@ class Entries:
             layout = _all_sums(layout)
         self.layout = layout
         self._x = x._replace(layout=layout.tensor(device), host_layout=layout.fields)
+
+    @property
+    def gradient_size(self) -> int:
+        """How many numbers the gradients of the lookups' bags are."""
+        return self._x.grad.numel()
 
     def of_others(self, numbers: Sequence[int]) -> WeightsInputs | None:
         """Return the lookups of all tables but some; None where there are none."""

@@ -11,9 +11,9 @@ from jagged.ops._shared.backends import resolve_backend
 from jagged.ops._shared.losses import Reduction, reduced
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops._shared.validation import autocast_dtype, validate_ids, validation_is_on
+from jagged.ops.sampled_cross_entropy.apart import taker_in_factors, taker_in_slices, with_weights_apart
 from jagged.ops.sampled_cross_entropy.checks import check_exclude, check_options, check_tensors, gbce_weight, source_of_negatives
 from jagged.ops.sampled_cross_entropy.draws import Draw, Source, target_correction_of
-from jagged.ops.sampled_cross_entropy.pairs import pairs_taker, with_pairs
 from jagged.ops.sampled_cross_entropy.spec import (
     SAMPLED_LINEAR_CROSS_ENTROPY,
     Correction,
@@ -28,6 +28,8 @@ from jagged.ops.sampled_cross_entropy.triton.configurations import SHARED_ROWS
 # Rows that are gathered for each of the table's, up to which a sparse gradient is made as if the table were large: with rows
 # that are converted as they are gathered, and, where an update takes it, in factors.
 MOST_GATHERED = 3
+# Bytes of a gradient of all rows up to which an update that would take it in slices gets it at once: each slice is some launches.
+AT_ONCE = 64 * 2**20
 
 
 class _Options(TypedDict, total=False):
@@ -48,6 +50,7 @@ class _Options(TypedDict, total=False):
     reduction: Reduction
     filter_eps: float | None
     sparse: bool
+    memory_budget: int | None
     backend: str | None
 
 
@@ -86,6 +89,7 @@ def sampled_linear_cross_entropy(
     reduction: Reduction = "mean",
     filter_eps: float | None = None,
     sparse: bool = False,
+    memory_budget: int | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -142,7 +146,11 @@ def sampled_linear_cross_entropy(
             not a part of one. D should be a multiple of 16: other tables are copied. `torch.compile` breaks its graph there.
             Of a table that `JointUpdate.table` gives, where fewer than 16 rows share a draw and gather at most three times as
             many items as there are, no gradient of rows is made: the update gets items, factors and hidden states, and sums
-            them up.
+            them up. Where they gather more, and the gradient of all rows is larger than 64 MiB, the update makes it slice by
+            slice.
+        memory_budget: bytes that these slices may take. With a norm that the update waits for they are all kept if they fit,
+            else seven eighths of it, and the others are made twice; without one a slice has half of it. None is as many as the
+            whole gradient has.
         return_lse: also return the logarithm of each row's denominator; it is differentiable. For softmax and refined.
         backend: `"torch"`, `"triton"`, or None to choose by device.
 
@@ -176,6 +184,8 @@ def sampled_linear_cross_entropy(
     """
     check_tensors(hidden, weight, target)
     check_options(loss, correction, positive, renormalise, reduction, filter_eps, return_lse)
+    if memory_budget is not None and memory_budget < 0:
+        raise ValueError(f"memory_budget: expected a number of bytes, or None for as many as it takes, got {memory_budget}")
     num_items = weight.shape[0]
     source = source_of_negatives(hidden, weight, negatives, correction, negative_log_q, target_log_q, sample_weight)
     excluded, exclude_offsets = check_exclude(exclude, hidden)
@@ -196,16 +206,6 @@ def sampled_linear_cross_entropy(
     is_compiled = torch.compiler.is_compiling()
     shares = chosen == "triton" and not is_compiled and source.rows_per_draw >= SHARED_ROWS
     gathers_little = sparse and _num_gathered(hidden.shape[0], source) <= MOST_GATHERED * num_items
-    take = None
-    if gathers_little and not is_compiled and source.rows_per_draw < SHARED_ROWS:
-        take = pairs_taker(weight)
-    if take is not None and (cast := autocast_dtype(hidden.device.type)) is not None and hidden.dtype != torch.float64:
-        # What the weights' gradient is made of, too.
-        hidden = hidden.to(cast)
-    x = Inputs(
-        hidden, weight, target, *source[:4], target_correction, excluded, exclude_offsets,
-        None if filter_eps is None or sample_weight is None else sample_weight.to(dtype).masked_fill(target == ignore_index, 0),
-    )  # fmt: skip
     options = Options(
         *source[4:],
         loss="bce" if loss == "gbce" else loss,
@@ -222,10 +222,23 @@ def sampled_linear_cross_entropy(
         casts_weight=not gathers_little,
         with_direction=hidden.requires_grad and torch.is_grad_enabled() and filter_eps is None and not shares,
     )
+    take = None
+    if sparse and not is_compiled and source.rows_per_draw < SHARED_ROWS:
+        if gathers_little:
+            take = taker_in_factors(weight, options, backend)
+        elif weight.numel() * dtype.itemsize > AT_ONCE:
+            take = taker_in_slices(weight, options, memory_budget, backend)
+    if take is not None and (cast := autocast_dtype(hidden.device.type)) is not None and hidden.dtype != torch.float64:
+        # What the weights' gradient is made of, too.
+        hidden = hidden.to(cast)
+    x = Inputs(
+        hidden, weight, target, *source[:4], target_correction, excluded, exclude_offsets,
+        None if filter_eps is None or sample_weight is None else sample_weight.to(dtype).masked_fill(target == ignore_index, 0),
+    )  # fmt: skip
     if take is None:
         losses, lse, *_ = SAMPLED_LINEAR_CROSS_ENTROPY(x, options, backend)
     else:
-        losses, lse = with_pairs(x, options, backend, take)
+        losses, lse = with_weights_apart(x, options, backend, take)
     result = reduced(losses, target, ignore_index, reduction, sample_weight=sample_weight, backend=backend)
     return (result, lse) if return_lse else result
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -178,6 +178,29 @@ def pairs(x: PairsInputs, o: Options) -> Pairs:
     items[:, -1] = torch.where(known, x.target, -1)
     factors[:, -1] = grad_logit
     return Pairs(items, factors)
+
+
+def slices(x: PairsInputs, o: Options) -> Callable[[int, int, int], Tensor]:
+    """Return what makes the gradient of the items from the first to before the last, `[last - first, D]`; waits for the device.
+
+    Its third argument says how many numbers of room are wanted behind, of which there is none here.
+    """
+    found = pairs(x, o)
+    items, order = found.items.flatten().to(torch.int64).sort(stable=True)
+    rows, factors = order // found.items.shape[1], found.factors.flatten()[order]
+    hidden, width = _prepare(x.hidden, _known(inputs_of(x), o)), x.weight.shape[1]
+    step = max(1, CHUNK_BYTES // (8 * width))
+
+    def of_items(first: int, last: int, _: int) -> Tensor:
+        # As in a whole gradient float32 is too short for long sums.
+        gradient = torch.zeros(last - first, width, dtype=torch.float64, device=items.device)
+        begin, end = torch.searchsorted(items, torch.tensor([first, last], device=items.device)).tolist()
+        for start in range(begin, end, step):
+            some = slice(start, min(start + step, end))
+            _add_rows(gradient, items[some] - first, factors[some, None] * hidden[rows[some]])
+        return gradient.to(hidden.dtype)
+
+    return of_items
 
 
 def _slopes_of_rows(

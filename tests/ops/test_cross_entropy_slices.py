@@ -165,7 +165,7 @@ def test_slices_wait_for_the_step_as_far_as_the_budget_goes(place: Place, monkey
     """A norm makes every slice, and its step those again that there was no memory for."""
     made: list[int] = []
     make = WeightSlices.__call__
-    monkeypatch.setattr(WeightSlices, "__call__", lambda of, first, last: made.append(first) or make(of, first, last))
+    monkeypatch.setattr(WeightSlices, "__call__", lambda of, first, *to: made.append(first) or make(of, first, *to))
     hidden, weight = (random_tensor((rows, WIDTH), torch.float32, rows) for rows in (ROWS, ITEMS))
     tables, whole = alone(weight), alone(weight)
     for of, budget in ((tables, SLICE), (whole, 1 << 20)):
@@ -188,8 +188,11 @@ def test_several_tables_share_the_smallest_room(first: int, second: int) -> None
         def __init__(self, width: int, room: int) -> None:
             self.width, self.row_bytes, self.room = width, 4 * width, room
 
-        def __call__(self, first: int, last: int) -> Tensor:
+        def __call__(self, first: int, last: int, behind: int) -> Tensor:
             return torch.ones(last - first, self.width)
+
+        def anew(self) -> OfOnes:
+            return self
 
         def is_finite(self) -> Tensor:
             return torch.ones((), dtype=torch.bool)

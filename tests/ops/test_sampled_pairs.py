@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from jagged.ops import BagLayout, BagOptimizer, Draw, JointUpdate, sampled_linear_cross_entropy
-from jagged.ops.sampled_cross_entropy import pairs as pairs_module
+from jagged.ops.sampled_cross_entropy import apart
 from tests.ops.test_sampled_cross_entropy import inputs_of, jagged, lists_of, negatives_of, targets_of
 from tests.places import PLACE, Place
 
@@ -174,12 +174,12 @@ def test_a_table_of_no_joint_update_has_a_sparse_gradient(place: Place) -> None:
     """So has a product of one."""
     weight = inputs_of(4, ITEMS, WIDTH, torch.float32, 3)[1]
     leaf = weight.clone().requires_grad_()
-    assert pairs_module.pairs_taker(leaf) is None
-    assert pairs_module.pairs_taker(leaf * 2) is None
+    assert apart._taker(leaf, "take_pairs") is None
+    assert apart._taker(leaf * 2, "take_pairs") is None
     tables = tables_of(weight)
-    assert pairs_module.pairs_taker(tables.table()) is not None
+    assert apart._taker(tables.table(), "take_pairs") is not None
     with torch.no_grad():
-        assert pairs_module.pairs_taker(tables.table()) is None
+        assert apart._taker(tables.table(), "take_pairs") is None
 
 
 def test_two_heads_over_one_table(place: Place, unchecked: None) -> None:

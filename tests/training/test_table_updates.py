@@ -27,6 +27,7 @@ from jagged.modules import (
 )
 from jagged.modules.trained_tables import TrainedTables
 from jagged.ops.cross_entropy.slices import WeightSlices
+from jagged.ops.sampled_cross_entropy.apart import ItemSlices
 from jagged.training import Trainer, TrainingError
 from jagged.training.engine import Engine
 from jagged.training.processes import Processes, process_group
@@ -168,6 +169,36 @@ def test_a_whole_gradient_in_slices(processes: Processes, kind: str, options: di
     assert sliced.task.head.memory_budget == 5120
     sliced.close()
     assert sliced.task.head.memory_budget == CutCrossEntropyHead().memory_budget
+
+
+@pytest.mark.parametrize("options", [{"gradient_clip_norm": 0.05}, {"gradient_clip_norm": None}, {"accumulate": 3}])
+@pytest.mark.parametrize("kind", KINDS)
+def test_negatives_of_each_row_in_slices(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]
+) -> None:
+    """The same weights, states and norms, whether all of the gradient waits for the update or there is room for a part."""
+    whole = Engine(task_of("drawn for each row"), config(kind, **options), "32-true", processes)
+    expected = trained(whole)
+    monkeypatch.setattr("jagged.ops.sampled_cross_entropy.api.AT_ONCE", -1)
+    monkeypatch.setattr("jagged.ops.sampled_cross_entropy.api.MOST_GATHERED", -1)
+    seen: list[int] = []
+    call = ItemSlices.__call__
+    monkeypatch.setattr(ItemSlices, "__call__", lambda self, *of: seen.append(of[0]) or call(self, *of))
+    accumulate = options.get("accumulate", 1)
+    batches = len(loader()) // accumulate * accumulate
+    # Of 97 rows twenty at a time; under a norm five, of which thirty-five wait for the update.
+    for size, slices in ((None, 1), (40 * 16 * 4, 5 if options.get("gradient_clip_norm", 1.0) is None else 20 + 13)):
+        engine = Engine(task_of("drawn for each row"), config(kind, table_gradient_bytes=size, **options), "32-true", processes)
+        seen.clear()
+        assert trained(engine) == pytest.approx(expected, rel=1e-4)
+        assert len(seen) == slices * batches
+        check_equal(engine.state_tensors(), whole.state_tensors())
+        norms = [torch.stack(of.optimizer.norms or [torch.zeros(())]) for of in (engine, whole)]
+        torch.testing.assert_close(*norms, rtol=1e-3, atol=1e-6)
+        assert isinstance(engine.task.head, SampledCrossEntropyHead)
+        assert (engine.task.head.sparse, engine.task.head.memory_budget) == (True, size)
+        engine.close()
+        assert (engine.task.head.sparse, engine.task.head.memory_budget) == (False, None)
 
 
 def test_an_output_layer_leaves_the_table_to_lookups(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -524,8 +555,8 @@ def test_slices_of_what_is_never_whole_are_refused(head: str | None) -> None:
     with pytest.raises(TrainingError) as caught:
         update_tables_in_backward(task, TrainerConfig(table_optimizer="adagrad", table_gradient_bytes=640), 1)
     assert str(caught.value) == (
-        f"table_gradient_bytes: 640 belongs to a head over all items, got {of}, of which no table has a whole gradient; "
-        "leave it out"
+        f"table_gradient_bytes: 640 belongs to a head over all items, or with negatives of each row, got {of}, of which no table "
+        "has a whole gradient; leave it out"
     )
 
 

@@ -195,16 +195,17 @@ def first_not_below(keys, bound, low, high, length):
 @triton.jit(do_not_specialize=VARYING)
 def sampled_items_kernel(
     hidden, weight, log_q, sample_weight, statistic, share, grad_logit, grad_statistic, sums, keys, touched, entries,
-    entry_offsets, first_sums, other_sums, grad_weight, num_items, num_negatives, hidden_stride, weight_stride, rows_per_draw,
-    offset, scale, filter_eps, first_row, num_entries, num_pairs, division, shift_of_division, KIND: tl.constexpr,
-    LOSS: tl.constexpr, IS_CORRECTED: tl.constexpr, ADDS: tl.constexpr, BY_ENTRY: tl.constexpr, WIDTH: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+    entry_offsets, first_sums, other_sums, grad_weight, num_items, first_item, num_negatives, hidden_stride, weight_stride,
+    rows_per_draw, offset, scale, filter_eps, first_row, num_entries, num_pairs, division, shift_of_division, KIND: tl.constexpr,
+    LOSS: tl.constexpr, IS_CORRECTED: tl.constexpr, ADDS: tl.constexpr, BY_ENTRY: tl.constexpr, ROUNDS: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One tile of columns of an item's gradient from a chunk of its entries; of items with several chunks a sum for each.
 
     Without `sums` an entry is a row, whose logit is computed again; with them a negative's part is a row of `sums`.
-    With `touched`, the items that have a gradient, items are places in it.
+    With `touched`, the items that have a gradient, items are places in it. Of some items' weights the first is `first_item`.
     `BY_ENTRY` has a program for each entry, of which those at the beginning of a chunk work, in place of one for each item.
+    `ROUNDS` rounds weights to the dtype of hidden states, as the forward pass had them.
     """
     ACCURATE: tl.constexpr = hidden.dtype.element_ty == tl.float32
     index = tl.program_id(0)
@@ -223,6 +224,8 @@ def sampled_items_kernel(
         index = (begin // CHUNK + start // CHUNK - 1).to(tl.int32)
     else:
         item, begin, length, start = find_tile(entry_offsets, index, num_items, num_entries, CHUNK, True)
+        # Of the chunks before those of the first item none is its first one.
+        start = tl.where((index < num_entries // CHUNK) & (start == 0), length, start)
     if start < length:
         column = tl.arange(0, BLOCK_D)
         source = item
@@ -230,7 +233,7 @@ def sampled_items_kernel(
             source = tl.load(touched + item)
         item_row = weight + source * weight_stride
         if sums is None and WIDTH <= BLOCK_D:
-            item_tile = tl.load(item_row + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+            item_tile = item_values(item_row + column, column < WIDTH, hidden, ROUNDS)
         count = (tl.minimum(start + CHUNK, length) - start).to(tl.int32)
         run = entries + begin + start
         if not BY_ENTRY:
@@ -262,12 +265,12 @@ def sampled_items_kernel(
                     logits = tl.zeros((BLOCK_E,), tl.float32)
                     for other_column in range(0, WIDTH, BLOCK_D):
                         in_row = other_column + column < WIDTH
-                        item_tile = tl.load(item_row + other_column + column, mask=in_row, other=0.0)
+                        item_tile = item_values(item_row + other_column + column, in_row, hidden, ROUNDS)
                         tile = load_tile(hidden, row, hidden_stride, exists, other_column, WIDTH, BLOCK_D)
                         logits += tl.sum(rounded_product(tile, item_tile[None, :]), 1)
                 logits *= scale
                 if IS_CORRECTED:
-                    items = tl.zeros((BLOCK_E,), tl.int32) + source.to(tl.int32)
+                    items = tl.zeros((BLOCK_E,), tl.int32) + (source + first_item).to(tl.int32)
                     in_draw = entry - (row - first_row) * num_negatives
                     group = row // rows_per_draw
                     logits -= log_expected(log_q, items, group, in_draw, is_pair, num_negatives, offset, KIND)
@@ -295,6 +298,15 @@ def sampled_items_kernel(
             tl.store(place_of_sum + column, total, mask=in_row)
         else:
             store_item(grad_weight + item * WIDTH + column, total, in_row, ADDS)
+
+
+@triton.jit
+def item_values(address, mask, hidden, ROUNDS: tl.constexpr):
+    """Weights of an item in float32, rounded on the way as a cast of the table would."""
+    values = tl.load(address, mask=mask, other=0.0)
+    if ROUNDS:
+        values = values.to(hidden.dtype.element_ty)
+    return values.to(tl.float32)
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from jagged.ops.sampled_cross_entropy.triton.shared_draws import Lists, Rows, bl
 ENTRY_BYTES_AT_MOST = 1024 * 1024 * 1024
 # Of one entry while it is sorted: the item before and after, its place, and the sort's own copies of both.
 ENTRY_BYTES = 36
-# Of a number in the gradient of the whole table that ranges share where a sparse one is wanted.
+# Of a number in the gradient of the whole table, or its slices, that ranges share.
 TABLE_BYTES = 4
 # Entries of an item that one program adds up.
 CHUNK = 1024
@@ -60,20 +61,24 @@ class Range(NamedTuple):
     last_row: int
 
 
+class Sorted(NamedTuple):
+    """A range's entries by item: their items, if they are still there, themselves, and where each item's begin."""
+
+    span: Range
+    keys: Tensor | None
+    entries: Tensor
+    offsets: Tensor
+
+
 def weight_gradient(c: Call, lists: Lists | None, rows: Rows | None, slopes: Slopes, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the gradient of the weights as wide as the kernels have them; a sparse one is of the items `touched`."""
-    x, o, num_rows, width, count, per_draw = c.x, c.o, c.num_rows, c.width, c.o.num_negatives, c.o.rows_per_draw
+    x, o, num_rows, width, per_draw = c.x, c.o, c.num_rows, c.width, c.o.rows_per_draw
     device = x.hidden.device
     # Without shared gathers every row is a unit of its own.
     per_unit = rows_of_parts(c) if c.shares else 1
     parts = cdiv(per_draw, per_unit)
     num_units = cdiv(num_rows, per_draw) * parts if c.shares else num_rows
-    unit_bytes = (count + per_unit) * ENTRY_BYTES + (4 * width * count if c.shares else 0)
-    most_bytes = ENTRY_BYTES_AT_MOST
-    if o.is_sparse:
-        # Ranges share a gradient of the whole table: not worth it for less than that takes, while 32 bits count the entries.
-        most_bytes = max(most_bytes, min(TABLE_BYTES * width * c.num_items, (2**31 - 1) // (count + per_unit) * unit_bytes))
-    units = min(num_units, max(1, most_bytes // unit_bytes))
+    units = min(num_units, _units_at_once(c, per_unit, beside_table=o.is_sparse))
     is_whole = units == num_units
     most_touched = num_touched(x, o) if o.is_sparse else 0
     # An update of the table adds the gradients of its lookups to it, of as many rows where all that is scored was looked up.
@@ -96,7 +101,8 @@ def weight_gradient(c: Call, lists: Lists | None, rows: Rows | None, slopes: Slo
         if is_touched is None and o.is_sparse and most_touched < c.num_items:
             touched, place = compacted(keys, is_first_of_item(keys, c.num_items), most_touched)
             keys = torch.where(keys < c.num_items, place, most_touched).to(torch.int32)
-        offsets = _add_entries(c, slopes, span, keys, entries, sums, touched, grad_weight, adds=not is_whole)
+        offsets = _item_offsets(keys, grad_weight.shape[0])
+        _add_entries(c, slopes, Sorted(span, keys, entries, offsets), sums, touched, grad_weight, adds=not is_whole)
         if is_touched is not None:
             is_touched |= offsets.diff() > 0
         elif o.is_sparse and touched is None:
@@ -117,6 +123,63 @@ def _each_or_another(is_touched: Tensor) -> Tensor:
     return torch.where(is_touched, items, torch.where(is_touched, items, 0).amax())
 
 
+class Slices:
+    """The gradient of some items' weights at a time, by entries of all items that are sorted once. Each row is a unit.
+
+    Args:
+        c: of rows that draw for themselves.
+        slopes: of its rows.
+    """
+
+    def __init__(self, c: Call, slopes: Slopes) -> None:
+        self._c, self._slopes = c, slopes
+        self._ranges = list(self._sorted())
+
+    def _sorted(self) -> Iterator[Sorted]:
+        c, step = self._c, _units_at_once(self._c, 1, beside_table=True)
+        for first in range(0, c.num_rows, step):
+            last = min(first + step, c.num_rows)
+            span = Range(first, last - first, 1, first, last)
+            keys, entries = torch.sort(entry_keys(c, None, self._slopes.statistic, span), stable=True)
+            offsets = _item_offsets(keys, c.num_items)
+            # An update needs its memory for gradients.
+            yield Sorted(span, None, entries.to(torch.int32), offsets)
+            del keys, entries
+
+    def __call__(self, first: int, last: int, behind: int) -> Tensor:
+        """Return that of the items from `first` to before `last`, `[last - first, width]`, with room for `behind` numbers."""
+        c = self._c
+        weight = c.x.weight[first:last]
+        of_slice = c._replace(x=c.x._replace(weight=weight), num_items=last - first)
+        gradient = zeros_with_room(last - first, c.width, cdiv(behind, c.width), torch.float32, weight.device)
+        for one in self._ranges:
+            of_items = one._replace(offsets=one.offsets[first : last + 1])
+            adds = len(self._ranges) > 1
+            _add_entries(of_slice, self._slopes, of_items, None, None, gradient, first_item=first, adds=adds)
+        return gradient
+
+
+def _units_at_once(c: Call, per_unit: int, *, beside_table: bool) -> int:
+    """Return how many units' entries are sorted at once: at least one's.
+
+    `beside_table` says that ranges share a gradient of the whole table, or of its slices: they are not worth it for less than
+    that takes, while 32 bits count the entries.
+    """
+    count, per_item = c.o.num_negatives, TABLE_BYTES * c.width
+    unit_bytes = (count + per_unit) * ENTRY_BYTES + (4 * c.width * count if c.shares else 0)
+    most_bytes = ENTRY_BYTES_AT_MOST
+    if beside_table:
+        most_bytes = max(most_bytes, min(per_item * c.num_items, (2**31 - 1) // (count + per_unit) * unit_bytes))
+    return max(1, most_bytes // unit_bytes)
+
+
+def _item_offsets(keys: Tensor, num_items: int) -> Tensor:
+    """Return where each item's entries begin among sorted keys, and where the last one's end."""
+    offsets = keys.new_empty(num_items + 1)
+    _launch_offsets((cdiv(num_items + 1, OFFSETS_BLOCK),), keys, offsets, num_items, keys.shape[0], BLOCK=OFFSETS_BLOCK)
+    return offsets
+
+
 def entry_keys(c: Call, lists: Lists | None, statistic: Tensor, span: Range) -> Tensor:
     """Draw the items of a range's entries: of its units' negatives, then of its rows' targets; V where one does not count."""
     x, o, count = c.x, c.o, c.o.num_negatives
@@ -133,33 +196,31 @@ def entry_keys(c: Call, lists: Lists | None, statistic: Tensor, span: Range) -> 
 
 
 def _add_entries(
-    c: Call, slopes: Slopes, span: Range, keys: Tensor, entries: Tensor, sums: Tensor | None, touched: Tensor | None,
-    grad_weight: Tensor, *, adds: bool,
-) -> Tensor:  # fmt: skip
-    """Add entries to the gradients of their items, `keys`, in ascending order; of places in `touched` if that is given.
+    c: Call, slopes: Slopes, of: Sorted, sums: Tensor | None, touched: Tensor | None, grad_weight: Tensor, *, adds: bool,
+    first_item: int = 0,
+) -> None:  # fmt: skip
+    """Add entries to the gradients of their items, in ascending order; of places in `touched` if that is given.
 
-    Return where each item's entries begin, and the last one's end.
+    Where the call has the weights of some items alone, `first_item` is the first of these, and offsets are theirs.
     """
     x, o, width, num_items = c.x, c.o, c.width, grad_weight.shape[0]
-    num_entries = keys.shape[0]
-    entry_offsets = keys.new_empty(num_items + 1)
-    _launch_offsets((cdiv(num_items + 1, OFFSETS_BLOCK),), keys, entry_offsets, num_items, num_entries, BLOCK=OFFSETS_BLOCK)
+    span, keys, entries, entry_offsets = of
+    num_entries = entries.shape[0]
     tile = item_configuration(width)
     # Chunks that are not the first of their item, counted as if every item had all its entries in common.
     others, columns = num_entries // CHUNK, cdiv(width, tile.columns)
     first_sums, other_sums = (slopes.share.new_empty(others, width) for _ in range(2))
-    by_entry = num_entries < others + num_items
+    by_entry = keys is not None and num_entries < others + num_items
     _launch_items(
         (num_entries if by_entry else others + num_items, columns),
         x.hidden, x.weight, x.log_q, x.sample_weight, *slopes, sums, keys, touched, entries, entry_offsets, first_sums,
-        other_sums, grad_weight, num_items, o.num_negatives, c.hidden_stride, c.weight_stride, o.rows_per_draw, c.offset,
-        o.scale, o.filter_eps, span.first_row, num_entries, span.num_units * o.num_negatives, *division_by(o.num_negatives),
-        KIND=o.kind, LOSS=o.loss, IS_CORRECTED=o.is_corrected, ADDS=adds, BY_ENTRY=by_entry, WIDTH=width, CHUNK=CHUNK,
-        BLOCK_E=tile.negatives, BLOCK_D=tile.columns, num_warps=tile.num_warps,
+        other_sums, grad_weight, num_items, first_item, o.num_negatives, c.hidden_stride, c.weight_stride, o.rows_per_draw,
+        c.offset, o.scale, o.filter_eps, span.first_row, num_entries, span.num_units * o.num_negatives,
+        *division_by(o.num_negatives), KIND=o.kind, LOSS=o.loss, IS_CORRECTED=o.is_corrected, ADDS=adds, BY_ENTRY=by_entry,
+        ROUNDS=o.casts_weight, WIDTH=width, CHUNK=CHUNK, BLOCK_E=tile.negatives, BLOCK_D=tile.columns, num_warps=tile.num_warps,
     )  # fmt: skip
     if others:
         _launch_join(
             (others, columns), entry_offsets, first_sums, other_sums, grad_weight, num_items, num_entries, ADDS=adds,
             WIDTH=width, CHUNK=CHUNK, BLOCK_C=JOIN_BLOCK, BLOCK_D=tile.columns,
         )  # fmt: skip
-    return entry_offsets

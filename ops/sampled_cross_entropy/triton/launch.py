@@ -16,7 +16,7 @@ from jagged.ops.sampled_cross_entropy.spec import Inputs, Options, Outputs, Pair
 from jagged.ops.sampled_cross_entropy.triton.backward import sampled_backward_rows_kernel, sampled_pairs_kernel
 from jagged.ops.sampled_cross_entropy.triton.call import Call, call_of
 from jagged.ops.sampled_cross_entropy.triton.configurations import RowConfiguration, row_configuration
-from jagged.ops.sampled_cross_entropy.triton.entries import Slopes, weight_gradient
+from jagged.ops.sampled_cross_entropy.triton.entries import Slices, Slopes, weight_gradient
 from jagged.ops.sampled_cross_entropy.triton.forward import sampled_forward_rows_kernel
 from jagged.ops.sampled_cross_entropy.triton.shared_draws import block_directions, block_results, draw_lists, prepare_rows
 
@@ -94,8 +94,7 @@ def pairs(x: PairsInputs, o: Options) -> Pairs:
     if num_rows == 0:
         return found
     c = call_of(inputs_of(x), o)
-    out = Outputs(x.share, x.share, x.statistic, x.share, x.pull, x.share)
-    slopes = _slopes_of_rows(c, x.grad_losses, x.grad_lse, out, None, x.share, 1, c.width)
+    slopes = _slopes_of(c, x)
     tile = row_configuration(c.width, x.hidden.dtype, gpu(device).capability)
     _launch_pairs(
         (num_rows, cdiv(count, PAIRS_PART)),
@@ -106,6 +105,21 @@ def pairs(x: PairsInputs, o: Options) -> Pairs:
         BLOCK_D=tile.columns, num_warps=tile.num_warps,
     )  # fmt: skip
     return found
+
+
+def slices(x: PairsInputs, o: Options) -> Callable[[int, int, int], Tensor]:
+    """Return what makes the gradient of some items' weights; see the PyTorch implementation."""
+    width = x.weight.shape[1]
+    if x.target.shape[0] == 0:
+        return lambda first, last, _: torch.zeros(last - first, width, dtype=torch.float32, device=x.hidden.device)
+    c = call_of(inputs_of(x), o)
+    of_width = Slices(c, _slopes_of(c, x))
+    return of_width if c.width == width else lambda first, last, behind: _narrowed(of_width(first, last, 0), width)
+
+
+def _slopes_of(c: Call, x: PairsInputs) -> Slopes:
+    out = Outputs(x.share, x.share, x.statistic, x.share, x.pull, x.share)
+    return _slopes_of_rows(c, x.grad_losses, x.grad_lse, out, None, x.share, 1, c.width)
 
 
 def _slopes_of_rows(

@@ -24,7 +24,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 # Sizes and numbers that vary from call to call, of all kernels.
 VARYING = [
     "num_rows", "num_items", "num_negatives", "num_excluded", "num_parts", "rows_per_draw", "rows_per_unit", "places_per_part",
-    "parameter", "ignore_index", "first_unit", "first_row", "num_entries", "num_pairs",
+    "parameter", "ignore_index", "first_unit", "first_row", "first_item", "num_entries", "num_pairs",
     "division", "shift_of_division", "loss_stride", "lse_stride",
 ]  # fmt: skip
 # Entries of a row's list that are compared at once.

@@ -1,0 +1,402 @@
+"""The gradient of a table in slices, of rows that draw for themselves: a joint update moves as the whole gradient says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from jagged.ops import BagLayout, BagOptimizer, Draw, JointUpdate, sampled_linear_cross_entropy
+from jagged.ops.embedding_bag.slices import Slices
+from jagged.ops.sampled_cross_entropy import api
+from jagged.ops.sampled_cross_entropy.apart import ItemSlices
+from jagged.ops.sampled_cross_entropy.triton import entries
+from tests.graphs import captured
+from tests.ops.test_cross_entropy_slices import Largest
+from tests.ops.test_sampled_cross_entropy import inputs_of, jagged, lists_of, negatives_of, targets_of
+from tests.ops.test_sampled_pairs import CASES, rows_of, tables_of
+from tests.places import PLACE, Place
+from tests.strategies import random_tensor
+
+ITEMS, WIDTH, ROWS = 40, 12, 13
+#: Of 24 rows: twelve a slice; under a norm three, of which seven slices wait for the step.
+BUDGET = 24 * WIDTH * 4
+
+
+@pytest.fixture(autouse=True)
+def large_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any table is one of which a gradient is not handed over at once, and any number of negatives many."""
+    monkeypatch.setattr(api, "AT_ONCE", -1)
+    monkeypatch.setattr(api, "MOST_GATHERED", -1)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The slices that are made, by their rows."""
+    found: list[tuple[int, int]] = []
+    make = ItemSlices.__call__
+
+    def counted(of: ItemSlices, first: int, last: int, behind: int) -> Tensor:
+        found.append((first, last))
+        return make(of, first, last, behind)
+
+    monkeypatch.setattr(ItemSlices, "__call__", counted)
+    return found
+
+
+def draw_of(count: int = 9, seed: int = 3) -> Draw:
+    return Draw("uniform", count, torch.tensor([seed], device=PLACE.device), 1)
+
+
+def taught(tables: JointUpdate, loss: Tensor, *, waits: bool) -> None:
+    """Backward and the update: at once, or behind a norm."""
+    tables.holds = waits
+    loss.backward()
+    if waits:
+        tables.norm()
+        assert tables.step()
+
+
+@pytest.mark.parametrize(("rows_per_draw", "waits"), [(1, True), (3, False)])
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else x)
+def test_rows_move_by_the_dense_gradient(
+    place: Place, unchecked: None, kind: str, options: dict[str, Any], rows_per_draw: int, waits: bool, made: list[Any]
+) -> None:
+    inputs = inputs_of(ROWS, ITEMS, WIDTH, torch.float32, 3)
+    target = targets_of(ROWS, ITEMS, 5, ignored=0.2)
+    negatives = negatives_of(kind, target, 7, ITEMS, 7, rows_per_draw)
+    weights = torch.rand(ROWS, generator=torch.Generator().manual_seed(1)).to(place.device)
+    known = {"both": ("negative_log_q", "target_log_q"), "negatives": ("negative_log_q",)}.get(
+        options.get("correction", "none"), ()
+    )
+    arguments = {name: value for name, value in negatives.arguments.items() if name in known}
+    lse_too = options.get("loss", "softmax") in ("softmax", "refined")
+
+    def call(hidden: Tensor, table: Tensor, sparse: bool) -> Tensor:
+        found = sampled_linear_cross_entropy(
+            hidden, table, target, negatives.given, exclude=jagged(lists_of(ROWS, ITEMS, 9)), sample_weight=weights,
+            sparse=sparse, memory_budget=BUDGET, return_lse=lse_too, backend=place.backend, **arguments, **options,
+        )  # fmt: skip
+        # The log-sum-exp has a gradient of its own.
+        return found[0] + (found[1] * weights).sum() if lse_too else found
+
+    hidden, weight = (x.detach().clone().requires_grad_() for x in inputs)
+    of_hidden, dense = torch.autograd.grad(call(hidden, weight, False), [hidden, weight])
+    tables = tables_of(inputs[1])
+    taught(tables, call(hidden, tables.table(backend=place.backend), True), waits=waits)
+    torch.testing.assert_close(hidden.grad, of_hidden, rtol=0, atol=0)
+    moved = inputs[1] - rows_of(tables)
+    torch.testing.assert_close(moved, dense, rtol=1e-4, atol=2e-6)
+    assert moved.abs().max() > 0.01
+    assert len(made) > 3
+
+
+@given(
+    st.integers(0, 9), st.integers(1, 20), st.integers(1, 12), st.sampled_from([1, 5, 16, 300]), st.integers(0, 99),
+    st.sampled_from([0, 100, 2_000, None]),
+)  # fmt: skip
+def test_any_sizes(
+    place: Place, unchecked: None, rows: int, count: int, items: int, width: int, seed: int, budget: int | None
+) -> None:
+    hidden, weight = inputs_of(rows, items, width, torch.float32, seed)
+    target = targets_of(rows, items, seed, ignored=0.3)
+    weight.requires_grad_()
+    losses = []
+    tables = tables_of(weight)
+    for table, sparse in ((weight, False), (tables.table(backend=place.backend), True)):
+        losses.append(
+            sampled_linear_cross_entropy(
+                hidden, table, target, draw_of(count, seed), sparse=sparse, memory_budget=budget, backend=place.backend
+            )
+        )
+    (dense,) = torch.autograd.grad(losses[0], weight)
+    losses[1].backward()
+    torch.testing.assert_close(weight.detach() - rows_of(tables), dense, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("ranges", ["one", "several"])
+def test_items_that_most_rows_draw(place: Place, unchecked: None, monkeypatch: pytest.MonkeyPatch, ranges: str) -> None:
+    """Their entries are added up in chunks, which begin before and in the middle of a slice."""
+    rows, count = 20, 10
+    monkeypatch.setattr(entries, "CHUNK", 16)
+    if ranges == "several":
+        # Ranges of rows are sorted one after the other, each with chunks of its own.
+        monkeypatch.setattr(entries, "_units_at_once", lambda *_, **__: 8)
+    hidden, weight = inputs_of(rows, 6, WIDTH, torch.float32, 3)
+    target = targets_of(rows, 6, 5, ignored=0.2)
+    weight.requires_grad_()
+    tables = tables_of(weight)
+    arguments = {"mask_hits": False, "backend": place.backend}
+    (dense,) = torch.autograd.grad(sampled_linear_cross_entropy(hidden, weight, target, draw_of(count), **arguments), weight)
+    table = tables.table(backend=place.backend)
+    sampled_linear_cross_entropy(
+        hidden, table, target, draw_of(count), sparse=True, memory_budget=4 * WIDTH * 4, **arguments
+    ).backward()
+    torch.testing.assert_close(weight.detach() - rows_of(tables), dense, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize(("budget", "again"), [(None, 0), (ITEMS * WIDTH * 4, 0), (BUDGET, 19)])
+def test_slices_wait_for_the_step(place: Place, made: list[Any], budget: int | None, again: int) -> None:
+    """Where all have room none is made again; else those are that had none."""
+    hidden, weight = inputs_of(ROWS, ITEMS, WIDTH, torch.float32, 3)
+    tables, dense = tables_of(weight), weight.clone().requires_grad_()
+    target = targets_of(ROWS, ITEMS, 5)
+    sampled_linear_cross_entropy(hidden, dense, target, draw_of(), backend=place.backend).backward()
+    assert dense.grad is not None
+    tables.holds = True
+    sampled_linear_cross_entropy(
+        hidden, tables.table(backend=place.backend), target, draw_of(), sparse=True, memory_budget=budget, backend=place.backend
+    ).backward()
+    assert made == []
+    torch.testing.assert_close(tables.norm(), dense.grad.norm(), rtol=1e-4, atol=0)
+    once = len(made)
+    assert (once == 1) == (again == 0)
+    assert sorted(row for first, last in made for row in range(first, last)) == list(range(ITEMS))
+    tables.step(torch.tensor(0.5, device=place.device))
+    assert sum(last - first for first, last in made[once:]) == again
+    torch.testing.assert_close(weight - rows_of(tables), dense.grad / 2, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_no_gradient_of_the_table_is_made(place: Place, waits: bool) -> None:
+    # A width that kernels take as it is.
+    items, width = 1_000, 16
+    hidden, weight = inputs_of(4, items, width, torch.float32, 3)
+    tables = tables_of(weight, "rowwise_adagrad")
+    with Largest() as seen:
+        taught(
+            tables,
+            sampled_linear_cross_entropy(
+                hidden, tables.table(backend=place.backend), targets_of(4, items, 5), draw_of(), sparse=True,
+                memory_budget=items * width, backend=place.backend,
+            ),
+            waits=waits,
+        )  # fmt: skip
+    # A slice of half a quarter, or of an eighth of it, beside the lookups of its rows; a float64 sum in PyTorch.
+    assert seen.largest <= items * width // 8
+    assert (rows_of(tables) != weight).any()
+
+
+def test_small_tables_and_few_negatives(place: Place, made: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small table's gradient is handed over at once; few rows of a table are in factors."""
+    hidden, weight = inputs_of(4, ITEMS, WIDTH, torch.float32, 3)
+    target = targets_of(4, ITEMS, 5)
+    nbytes = ITEMS * WIDTH * 4
+    for at_once, gathered, is_in_slices in ((nbytes, -1, False), (nbytes - 1, -1, True), (-1, 3, False)):
+        monkeypatch.setattr(api, "AT_ONCE", at_once)
+        monkeypatch.setattr(api, "MOST_GATHERED", gathered)
+        tables = tables_of(weight)
+        tables.holds = True
+        table = tables.table(backend=place.backend)
+        sampled_linear_cross_entropy(hidden, table, target, draw_of(), sparse=True, backend=place.backend).backward()
+        assert [isinstance(of, Slices) for of in tables._held] == [is_in_slices]
+
+
+def trained(kind: Any, place: Place, *, apart: bool, holds: bool) -> JointUpdate:
+    """Tables after two updates, by lookups of two features, a head, and another one of rows that share a draw."""
+    layout = BagLayout((9, ITEMS), (5, WIDTH), (1, 0, 1), (True, False, False), (False, False, True))
+    optimizer = BagOptimizer(kind, layout, learning_rate=0.1, device=place.device)
+    tables = JointUpdate(random_tensor((layout.num_elements,), torch.float32, 0), optimizer)
+    tables.holds = holds
+    for step in range(2):
+        ids = torch.arange(18, device=place.device) * (step + 3) % 9
+        offsets = torch.tensor([0, 2, 4, 6, 9, 9, 12, 12, 15, 18], device=place.device)
+        read = tables.embedding_bags(layout, ids, offsets, backend=place.backend)
+        hidden = random_tensor((ROWS, WIDTH), torch.float32, step) + read[:WIDTH]
+        loss = read.square().sum() / 9
+        for negatives in (draw_of(9, step), Draw("uniform", 4, torch.tensor([5], device=place.device), None)):
+            loss = loss + sampled_linear_cross_entropy(
+                hidden, tables.table(1, backend=place.backend), targets_of(ROWS, ITEMS, step), negatives, sparse=apart,
+                memory_budget=BUDGET, backend=place.backend,
+            )  # fmt: skip
+        loss.backward()
+        if holds:
+            assert tables.step(1 / tables.norm())
+    return tables
+
+
+@pytest.mark.parametrize("holds", [False, True])
+@pytest.mark.parametrize("kind", ["sgd", "rowwise_adagrad", "adam"])
+def test_lookups_of_the_rows_are_in_the_same_update(
+    place: Place, unchecked: None, made: list[Any], kind: str, holds: bool
+) -> None:
+    tables, whole = (trained(kind, place, apart=apart, holds=holds) for apart in (True, False))
+    assert made
+    torch.testing.assert_close(tables.weights, whole.weights, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(tables.optimizer.first, whole.optimizer.first, rtol=1e-4, atol=1e-6)
+    assert int(tables.optimizer.step) == int(whole.optimizer.step) == 2
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(place: Place, unchecked: None, dtype: torch.dtype, waits: bool) -> None:
+    """Hidden states and the table are rounded as for the losses, and sums are not."""
+    hidden, weight = inputs_of(ROWS, ITEMS, 16, torch.float32, 3)
+    target = targets_of(ROWS, ITEMS, 5)
+    tables = tables_of(weight)
+    with torch.autocast(place.device.type, dtype=dtype):
+        loss = sampled_linear_cross_entropy(
+            hidden, tables.table(backend=place.backend), target, draw_of(), sparse=True, memory_budget=BUDGET,
+            backend=place.backend,
+        )  # fmt: skip
+    taught(tables, loss, waits=waits)
+    exact = [hidden.to(dtype).double(), weight.to(dtype).double().requires_grad_()]
+    sampled_linear_cross_entropy(*exact, target, draw_of(), backend="torch").backward()
+    assert exact[1].grad is not None
+    error = ((weight - rows_of(tables)) - exact[1].grad).norm() / exact[1].grad.norm()
+    assert error < torch.finfo(dtype).eps, f"error {error:.2e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_table_of_sixteen_bits(place: Place, unchecked: None, dtype: torch.dtype) -> None:
+    """Gradients of its rows are sums in float32, and its weights are rounded once."""
+    hidden, weight = inputs_of(ROWS, ITEMS, 16, dtype, 3)
+    target = targets_of(ROWS, ITEMS, 5)
+    tables = tables_of(weight)
+    sampled_linear_cross_entropy(
+        hidden, tables.table(backend=place.backend), target, draw_of(), sparse=True, memory_budget=BUDGET, backend=place.backend
+    ).backward()
+    exact = [hidden.double(), weight.double().requires_grad_()]
+    sampled_linear_cross_entropy(*exact, target, draw_of(), backend="torch").backward()
+    assert exact[1].grad is not None
+    error = (rows_of(tables).double() - (exact[1].detach() - exact[1].grad)).abs()
+    assert (error <= torch.finfo(dtype).eps * (exact[1].abs() + exact[1].grad.abs())).all()
+
+
+@pytest.mark.parametrize(("use_reentrant", "waits"), [(False, False), (False, True), (True, False)])
+def test_under_checkpointing(place: Place, unchecked: None, use_reentrant: bool, waits: bool) -> None:
+    hidden, weight = inputs_of(6, ITEMS, WIDTH, torch.float32, 3)
+    target, moved = targets_of(6, ITEMS, 5), []
+    for is_again in (False, True):
+        tables, rows = tables_of(weight), hidden.clone().requires_grad_()
+
+        def loss_of(rows: Tensor, tables: JointUpdate = tables) -> Tensor:
+            table = tables.table(backend=place.backend)
+            return sampled_linear_cross_entropy(
+                rows, table, target, draw_of(), sparse=True, memory_budget=BUDGET, backend=place.backend
+            )
+
+        if is_again and use_reentrant:
+            with pytest.raises(RuntimeError, match="cannot be told when reentrant checkpointing is done"):
+                checkpoint(loss_of, rows, use_reentrant=True).backward()
+            assert torch.equal(rows_of(tables), weight)
+            return
+        taught(tables, checkpoint(loss_of, rows, use_reentrant=False) if is_again else loss_of(rows), waits=waits)
+        moved.append(rows_of(tables))
+    assert torch.equal(*moved)
+
+
+@pytest.mark.parametrize("what", ["hidden", "statistic", "gradient", "scale"])
+def test_what_is_not_finite_changes_nothing(place: Place, unchecked: None, what: str) -> None:
+    hidden, weight = inputs_of(6, ITEMS, WIDTH, torch.float32, 3)
+    target = targets_of(6, ITEMS, 5, ignored=0.3)
+    # What stands in a row that does not count is nobody's.
+    hidden[target == -100] = torch.nan
+    is_one = (target != -100).nonzero()[0, 0]
+    for is_bad in (False, True):
+        given_, table_of = hidden.clone(), weight.clone()
+        if is_bad and what == "hidden":
+            given_[is_one, 2] = torch.nan
+        if is_bad and what == "statistic":
+            table_of[:] = torch.nan
+        tables = tables_of(table_of)
+        tables.holds = True
+        loss = sampled_linear_cross_entropy(
+            given_.requires_grad_(), tables.table(backend=place.backend), target, draw_of(), sparse=True, memory_budget=BUDGET,
+            backend=place.backend,
+        )  # fmt: skip
+        (loss * (torch.nan if is_bad and what == "gradient" else 1)).backward()
+        assert bool(tables.is_finite()) == (not is_bad or what == "scale")
+        scale = torch.tensor(torch.nan if is_bad and what == "scale" else 1.0, device=place.device)
+        assert bool(tables.step(scale)) == (not is_bad)
+        if is_bad:
+            torch.testing.assert_close(rows_of(tables), table_of, rtol=0, atol=0, equal_nan=True)
+            assert int(tables.optimizer.step) == 0
+
+
+def test_a_table_that_has_changed_is_refused(place: Place, unchecked: None) -> None:
+    hidden, weight = inputs_of(6, ITEMS, WIDTH, torch.float32, 3)
+    tables = tables_of(weight)
+    tables.holds = True
+    sampled_linear_cross_entropy(
+        hidden, tables.table(backend=place.backend), targets_of(6, ITEMS, 5), draw_of(), sparse=True, memory_budget=BUDGET,
+        backend=place.backend,
+    ).backward()  # fmt: skip
+    tables.weights.add_(1)
+    with pytest.raises(RuntimeError, match="a gradient in slices needs the table as the loss read it"):
+        tables.step()
+
+
+def test_what_is_given_back_is_sorted_anew(place: Place, unchecked: None) -> None:
+    """A replay writes other rows, targets and numbers to the tensors that were taken."""
+    hidden, weight = inputs_of(ROWS, ITEMS, WIDTH, torch.float32, 3)
+    target, seed = targets_of(ROWS, ITEMS, 5), torch.tensor([3], device=place.device)
+    tables = tables_of(weight)
+
+    def loss_of(of: JointUpdate) -> Tensor:
+        return sampled_linear_cross_entropy(
+            hidden, of.table(backend=place.backend), target, Draw("uniform", 9, seed, 1), sparse=True, memory_budget=BUDGET,
+            backend=place.backend,
+        )  # fmt: skip
+
+    tables.holds = True
+    loss_of(tables).backward()
+    taken = tables.take()
+    (held,) = taken.calls
+    named = []
+    for number in (0, 1):
+        # Draws and targets of another batch, in the same memory; what was found of rows is as it was.
+        seed.add_(number)
+        target.copy_((target + number) % ITEMS)
+        before = rows_of(tables).clone()
+        expected = ItemSlices(held.source._x, held.source._o, None, place.backend)(0, ITEMS, 0)
+        named.append(expected != 0)
+        tables.give(taken)
+        tables.norm()
+        tables.step()
+        torch.testing.assert_close(before - rows_of(tables), expected, rtol=1e-4, atol=1e-6)
+    assert not torch.equal(*named)
+
+
+@pytest.mark.skipif(PLACE.name != "gpu", reason="needs an NVIDIA GPU")
+@pytest.mark.gpu
+@pytest.mark.parametrize("waits", [False, True])
+def test_in_a_captured_graph(place: Place, unchecked: None, waits: bool) -> None:
+    hidden, weight = inputs_of(ROWS, ITEMS, 16, torch.float32, 3)
+    target, seed = targets_of(ROWS, ITEMS, 5), torch.tensor([3], device=place.device)
+    both = [tables_of(weight, "rowwise_adagrad") for _ in range(2)]
+
+    def step(tables: JointUpdate) -> Tensor:
+        tables.holds = waits
+        loss: Tensor = sampled_linear_cross_entropy(
+            hidden.detach().requires_grad_(), tables.table(backend=place.backend), target, Draw("uniform", 9, seed, 1),
+            sparse=True, memory_budget=BUDGET, backend=place.backend,
+        )  # fmt: skip
+        loss.backward()
+        if waits:
+            tables.step(1 / tables.norm())
+        return loss.detach()
+
+    graph, _ = captured(lambda: [step(both[0])])
+    both[0].weights.copy_(weight.flatten())
+    both[0].optimizer.first.zero_()
+    for number in range(3):
+        target.copy_((targets_of(ROWS, ITEMS, 5) + number) % ITEMS)
+        seed.fill_(number)
+        graph.replay()
+        step(both[1])
+    torch.testing.assert_close(both[0].weights, both[1].weights, rtol=1e-5, atol=1e-6)
+
+
+def test_a_budget_is_a_number_of_bytes(place: Place) -> None:
+    hidden, weight = inputs_of(2, ITEMS, WIDTH, torch.float32, 3)
+    call: Callable[..., Any] = sampled_linear_cross_entropy
+    told = "^memory_budget: expected a number of bytes, or None for as many as it takes, got -1$"
+    with pytest.raises(ValueError, match=told):
+        call(hidden, weight, targets_of(2, ITEMS, 5), draw_of(), memory_budget=-1)
