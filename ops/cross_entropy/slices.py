@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from jagged.ops._shared.validation import autocast_dtype
+from jagged.ops._shared.versions import Unchanged
 from jagged.ops.cross_entropy.spec import LINEAR_CROSS_ENTROPY, WEIGHT_GRADIENT, GradientInputs, Inputs, Options
 
 #: Takes a gradient in slices.
@@ -32,12 +33,18 @@ class WeightSlices:
         self._x, self._o, self._backend = x, o, backend
         self.row_bytes = x.weight.shape[1] * max(4, x.weight.element_size())
         self.room = o.memory_budget
+        # What becomes of the table the update knows.
+        self._unchanged = Unchanged({name: of for name, of in x._asdict().items() if name != "weight"})
 
     def __call__(self, first: int, last: int, behind: int) -> Tensor:
         """Return the gradient of the items from `first` to before `last`, `[last - first, D]`, at least float32.
 
         It has no room behind: beside what a slice takes here, a copy is nothing.
+
+        Raises:
+            RuntimeError: what it is made of has been written to since.
         """
+        self._unchanged.check()
         x, ignored = self._x, self._o.ignore_index
         target = x.target - first
         # The targets of other slices are no items of this one, but their rows count.
@@ -52,8 +59,8 @@ class WeightSlices:
         return gradient
 
     def anew(self) -> WeightSlices:
-        """Return itself, which keeps nothing of one step."""
-        return self
+        """Return the same of the tensors as they are now."""
+        return WeightSlices(self._x, self._o, self._backend)
 
     def is_finite(self) -> Tensor:
         """Return whether the rows that count have finite hidden states, log-sum-exps and gradients: `[]` bool."""

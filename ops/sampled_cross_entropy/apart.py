@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from jagged.ops._shared.backends import resolve_backend
+from jagged.ops._shared.versions import Unchanged
 from jagged.ops.sampled_cross_entropy.spec import (
     SAMPLED_LINEAR_CROSS_ENTROPY,
     SAMPLED_PAIRS,
@@ -56,7 +57,15 @@ def taker_in_slices(weight: Tensor, o: Options, room: int | None, backend: str |
     `room` is how many bytes slices may take, None for as many as all have.
     """
     take: Callable[[ItemSlices], None] | None = _taker(weight, "take_slices")
-    return None if take is None else lambda x: take(ItemSlices(x, o, room, backend))
+    if take is None:
+        return None
+
+    def hand_over(x: PairsInputs) -> None:
+        # Changed in place for the next loss, before what several have handed over is updated.
+        seed = None if x.seed is None else x.seed.clone()
+        take(ItemSlices(x._replace(seed=seed), o, room, backend))
+
+    return hand_over
 
 
 def _taker(weight: Tensor, name: str) -> Any:
@@ -76,12 +85,18 @@ class ItemSlices:
         self.row_bytes = x.weight.shape[1] * loss_dtype(x.hidden.dtype).itemsize
         self.room = self.row_bytes * x.weight.shape[0] if room is None else room
         self._make: MakesSlice | None = None
+        # What becomes of the table the update knows.
+        self._unchanged = Unchanged({name: of for name, of in x._asdict().items() if name != "weight"})
 
     def __call__(self, first: int, last: int, behind: int) -> Tensor:
         """Return the gradient of the items from `first` to before `last`, `[last - first, D]`, at least float32.
 
         What rows add is sorted by item with the first slice, for all of them. There is room for `behind` numbers behind.
+
+        Raises:
+            RuntimeError: what it is made of has been written to since.
         """
+        self._unchanged.check()
         with torch.autocast(self._x.hidden.device.type, enabled=False):
             if self._make is None:
                 self._make = _implementation(self._backend, self._x)(self._x, self._o)

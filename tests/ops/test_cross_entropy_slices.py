@@ -115,8 +115,8 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        # Not of views, which take no memory.
-        if not func.is_view:
+        # Not of views, and of what the interpreter sets to a storage, which take no memory.
+        if not func.is_view and func is not torch.ops.aten.set_.source_Storage_storage_offset:
             found = [of.numel() for of in tree_leaves(result) if isinstance(of, Tensor) and of.is_floating_point()]
             self.largest = max([self.largest, *found])
         return result
@@ -443,6 +443,18 @@ def test_a_table_that_has_changed_is_refused(place: Place) -> None:
     )
     assert torch.equal(tables.weights, before)
     assert tables.optimizer.step == 0
+
+
+def test_targets_that_have_changed_are_refused(place: Place) -> None:
+    hidden, weight = (random_tensor((rows, WIDTH), torch.float32, rows) for rows in (ROWS, ITEMS))
+    tables, target = alone(weight), targets_of(ROWS, ITEMS)
+    tables.holds = True
+    table = tables.table(backend=place.backend)
+    linear_cross_entropy(hidden, table, target, memory_budget=SLICE, backend=place.backend).backward()
+    target.zero_()
+    with pytest.raises(RuntimeError, match=r"^target: a table's gradient that its update makes needs it as the loss read it"):
+        tables.step()
+    assert torch.equal(rows_of(tables), weight)
 
 
 def test_what_is_given_back_is_of_the_table_as_it_is(place: Place) -> None:

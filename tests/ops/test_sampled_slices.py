@@ -333,6 +333,43 @@ def test_a_table_that_has_changed_is_refused(place: Place, unchecked: None) -> N
         tables.step()
 
 
+def test_a_seed_may_change_before_the_update(place: Place, unchecked: None) -> None:
+    """As it does from batch to batch where several are one update."""
+    hidden, weight = inputs_of(6, ITEMS, WIDTH, torch.float32, 3)
+    target, seed = targets_of(6, ITEMS, 5), torch.tensor([3], device=place.device)
+    tables, dense = tables_of(weight), weight.clone().requires_grad_()
+    tables.holds = True
+    for _ in range(2):
+        for table, sparse in ((tables.table(backend=place.backend), True), (dense, False)):
+            sampled_linear_cross_entropy(
+                hidden, table, target, Draw("uniform", 9, seed, 1), sparse=sparse, memory_budget=BUDGET, backend=place.backend
+            ).backward()
+        seed.add_(1)
+    tables.step()
+    assert dense.grad is not None
+    torch.testing.assert_close(weight - rows_of(tables), dense.grad, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("what", ["target", "hidden", "ids"])
+def test_what_has_been_written_to_is_refused(place: Place, unchecked: None, what: str) -> None:
+    hidden, weight = inputs_of(6, ITEMS, WIDTH, torch.float32, 3)
+    ids = torch.arange(18, device=place.device).view(6, 3)
+    target = targets_of(6, ITEMS, 5)
+    tables = tables_of(weight)
+    tables.holds = True
+    sampled_linear_cross_entropy(
+        hidden, tables.table(backend=place.backend), target, ids, sparse=True, memory_budget=BUDGET, backend=place.backend
+    ).backward()
+    {"target": target, "hidden": hidden, "ids": ids}[what].zero_()
+    with pytest.raises(RuntimeError) as caught:
+        tables.norm()
+    assert str(caught.value) == (
+        f"{what}: a table's gradient that its update makes needs it as the loss read it, but it has been written to in place "
+        "since backward; update the table before, or give the loss a tensor of its own"
+    )
+    assert torch.equal(rows_of(tables), weight)
+
+
 def test_what_is_given_back_is_sorted_anew(place: Place, unchecked: None) -> None:
     """A replay writes other rows, targets and numbers to the tensors that were taken."""
     hidden, weight = inputs_of(ROWS, ITEMS, WIDTH, torch.float32, 3)
@@ -349,19 +386,19 @@ def test_what_is_given_back_is_sorted_anew(place: Place, unchecked: None) -> Non
     loss_of(tables).backward()
     taken = tables.take()
     (held,) = taken.calls
-    named = []
+    gradients = []
     for number in (0, 1):
         # Draws and targets of another batch, in the same memory; what was found of rows is as it was.
-        seed.add_(number)
+        held.source._x.seed.add_(number)
         target.copy_((target + number) % ITEMS)
         before = rows_of(tables).clone()
         expected = ItemSlices(held.source._x, held.source._o, None, place.backend)(0, ITEMS, 0)
-        named.append(expected != 0)
+        gradients.append(expected)
         tables.give(taken)
         tables.norm()
         tables.step()
         torch.testing.assert_close(before - rows_of(tables), expected, rtol=1e-4, atol=1e-6)
-    assert not torch.equal(*named)
+    assert (gradients[0] - gradients[1]).abs().max() > 0.01
 
 
 @pytest.mark.skipif(PLACE.name != "gpu", reason="needs an NVIDIA GPU")
