@@ -16,6 +16,7 @@ from jagged.config import TrainerConfig
 from jagged.data import BatchLoader, SequenceBatch, split_leave_one_out, synthetic_sessions
 from jagged.data.batches import features_of
 from jagged.models import DIN, REQUEST_MODELS, NextItemTask, RankingModel, RequestModel, build, build_head
+from jagged.ops.sampled_cross_entropy.apart import ItemSlices
 from jagged.training.engine import Engine
 from jagged.training.errors import TrainingError
 from jagged.training.filled import FilledSequences, SequenceSizes, capacity
@@ -204,7 +205,12 @@ def test_a_refusal_leaves_the_task_as_it_was() -> None:
 
 
 def engine_losses(
-    cuda_graphs: bool, sampler: str | None, buckets: int | None, name: str = "sasrec", **options: Any
+    cuda_graphs: bool,
+    sampler: str | None,
+    buckets: int | None,
+    name: str = "sasrec",
+    training: dict[str, Any] | None = None,
+    **options: Any,
 ) -> tuple[list[float], list[torch.Tensor], Engine]:
     torch.manual_seed(0)
     dataset = synthetic_sessions(0, num_users=300)[0]
@@ -215,7 +221,7 @@ def engine_losses(
         times = {} if name == "bert4rec" else {"num_time_buckets": buckets}
         model = build(name, num_items=dataset.num_items, embedding_dim=32, dropout=0.0, **times).to(device)
         chosen = {"label_smoothing": 0.1} if sampler is None else {"head": "sampled", "sampler": sampler}
-        config = flat_config(embedding_dim=32, cuda_graphs=cuda_graphs, **chosen)
+        config = flat_config(embedding_dim=32, cuda_graphs=cuda_graphs, **chosen, **(training or {}))
         head = build_head(config, torch.ones(dataset.num_items)).to(device)
         engine = Engine(NextItemTask(model, head=head), config.trainer, "32-true", processes)
         # The losses are kept while later steps run, as the loop does.
@@ -261,6 +267,25 @@ def test_graphs_train_other_models_as_single_launches_do(name: str, sampler: str
     graphs = engine._step._graphs
     assert isinstance(graphs, GraphedSteps)
     assert 1 < len(graphs._graphs) < len(losses)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [None, 20_000])
+def test_updates_draw_what_a_replay_drew(monkeypatch: pytest.MonkeyPatch, size: int | None) -> None:
+    """Gradients that the update makes, outside of graphs, of what replays write."""
+    monkeypatch.setattr("jagged.ops.sampled_cross_entropy.api.AT_ONCE", -1)
+    monkeypatch.setattr("jagged.ops.sampled_cross_entropy.api.MOST_GATHERED", -1)
+    seen: list[int] = []
+    call = ItemSlices.__call__
+    monkeypatch.setattr(ItemSlices, "__call__", lambda self, *of: seen.append(of[0]) or call(self, *of))
+    training = {"table_optimizer": "rowwise-adagrad", "negatives_per": "row", "table_gradient_bytes": size}
+    losses, weights, engine = engine_losses(True, "uniform", None, training=training, max_tokens=256)
+    assert (len(seen) > len(losses)) == (size is not None)
+    expected, expected_weights, _ = engine_losses(False, "uniform", None, training=training, max_tokens=256)
+    assert losses == pytest.approx(expected, rel=2e-3)
+    for found, wanted in zip(weights, expected_weights, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0.02, atol=2e-3)
+    assert isinstance(engine._step._graphs, GraphedSteps)
 
 
 @pytest.mark.gpu
