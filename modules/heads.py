@@ -250,6 +250,8 @@ class SampledCrossEntropyHead(SplitHead):
         "loss", "correction", "positive", "mask_hits", "renormalise", "gbce_t", "temperature", "filter_eps", "sparse",
         "memory_budget", "ignore_index",
     )  # fmt: skip
+    # Of heads that were pickled before there was one.
+    memory_budget: int | None = None
 
     def __init__(
         self,

@@ -22,7 +22,8 @@ from jagged.modules import MixedSampler, SampledCrossEntropyHead
 from jagged.modules.trained_tables import TrainedTables
 from jagged.ops.embedding_bag.slices import SLICES_OF_ROOM
 from jagged.ops.sampled_cross_entropy.api import AT_ONCE, MOST_GATHERED
-from jagged.ops.sampled_cross_entropy.triton.entries import ENTRY_BYTES
+from jagged.ops.sampled_cross_entropy.triton.configurations import SHARED_ROWS
+from jagged.ops.sampled_cross_entropy.triton.entries import ENTRY_BYTES, ENTRY_BYTES_AT_MOST
 from jagged.scoring import DEFAULT_MAX_BYTES
 from jagged.training.display import memory_in_use
 from jagged.training.filled import room_for_more
@@ -168,7 +169,7 @@ def forecast(
     by_rows = updates_rows(task, config.training, world_size) and table.requires_grad
     gradients, states = sum(sizes) + max(sizes) * (2 if graphs else 1), 2 * sum(sizes)
     if by_rows:
-        gradients = sum(sizes) - table.nbytes + int(_row_bytes(task, table, most, config.training))
+        gradients = sum(sizes) - table.nbytes + int(_row_bytes(task, table, most, config.training, device))
     if config.training.table_optimizer != "adamw":
         states += state_bytes(config.training, table) // world_size - 2 * (table.nbytes - others.nbytes)
     scored = min(len(table), _scored_rows(task, most)) if isinstance(task.head, SampledCrossEntropyHead) else 0
@@ -335,16 +336,21 @@ class _Weights:
         )
 
 
-def _row_bytes(task: NextItemTask, table: Tensor, tokens: float, options: LoopOptions) -> float:
+def _row_bytes(task: NextItemTask, table: Tensor, tokens: float, options: LoopOptions, device: torch.device) -> float:
     """What gradients of the rows that a step looks up and scores take until the rows are updated, or more."""
     row, scored, most = 3 * 4 * table.shape[1], _scored_rows(task, tokens), options.table_gradient_bytes
     if _is_in_slices(task, table, tokens, options):
         if not draws_for_each_row(task.head):
             # Slices, the one in work once more while it is put together with the rows that are read, and those.
             return (1 + 2 / SLICES_OF_ROOM) * cast(int, most) + row * tokens
-        # What rows add is sorted before the first slice is made, behind each of which there is room for the rows that are read.
-        slices = min(table.nbytes, most or table.nbytes) + 4 * scored + SLICES_OF_ROOM * row / 3 * tokens
-        return max(ENTRY_BYTES * scored, slices) + row * tokens
+        # What rows add is sorted before the gradient is made, and stays as long. A whole one is copied where no room is behind it,
+        # and PyTorch sums rows apart.
+        is_kernels = device.type == "cuda"
+        whole = most is None or most >= table.nbytes
+        slices = table.nbytes * (1 if is_kernels else 3) if whole else (1 + 2 / SLICES_OF_ROOM) * cast(int, most)
+        at_once = max(ENTRY_BYTES_AT_MOST, table.nbytes) if is_kernels else float("inf")
+        sorted_bytes = min(ENTRY_BYTES * scored, at_once)
+        return max(sorted_bytes, slices + (4 if is_kernels else 8) * scored) + row * tokens
     if draws_for_each_row(task.head) and scored <= MOST_GATHERED * len(table):
         # In factors, with the hidden states.
         return row * 2 * tokens + _PAIR_BYTES * scored
@@ -354,7 +360,8 @@ def _row_bytes(task: NextItemTask, table: Tensor, tokens: float, options: LoopOp
 def _is_in_slices(task: NextItemTask, table: Tensor, tokens: float, options: LoopOptions) -> bool:
     """Whether a step's update makes the gradient of a table in slices."""
     if draws_for_each_row(task.head):
-        return _scored_rows(task, tokens) > MOST_GATHERED * len(table) and 4 * table.numel() > AT_ONCE
+        at_once = min(AT_ONCE, options.table_gradient_bytes or AT_ONCE)
+        return _scored_rows(task, tokens) > MOST_GATHERED * len(table) and 4 * table.numel() > at_once
     return options.table_gradient_bytes is not None and options.table_gradient_bytes < table.nbytes
 
 
@@ -366,7 +373,7 @@ def _scored_rows(task: NextItemTask, tokens: float) -> float:
     count, per = getattr(sampler, "count", None), getattr(sampler, "rows_per_draw", None)
     if isinstance(sampler, MixedSampler):
         count = sampler.drawn.count
-    drawn = 0 if count is None else count * (1 if per is None else tokens / per)
+    drawn = 0 if count is None else count * (1 if per is None else tokens / (per if per >= SHARED_ROWS else 1))
     # Targets, and those of the batch again.
     return drawn + 2 * tokens
 

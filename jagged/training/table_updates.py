@@ -17,6 +17,7 @@ from jagged.modules.row_cache import BYTES_OF_ROW
 from jagged.modules.trained_tables import TrainedTables
 from jagged.ops import BagOptimizer, BagOptimizerKind
 from jagged.ops.embedding_bag.optimizers import STATES
+from jagged.ops.sampled_cross_entropy.triton.configurations import SHARED_ROWS
 from jagged.training.errors import TrainingError
 from jagged.training.optimizer import table_names
 
@@ -191,7 +192,7 @@ class RowUpdates:
         options: dict[str, Any] = {}
         if isinstance(head, SampledCrossEntropyHead):
             # A gradient of the rows that are scored, and of no others.
-            options = {"sparse": True, "memory_budget": config.table_gradient_bytes}
+            options = {"sparse": True, "memory_budget": config.table_gradient_bytes or head.memory_budget}
         elif isinstance(head, CutCrossEntropyHead):
             # Slices cost a second time where there is a norm to clip by, so that they are asked for.
             largest = max(parameter.nbytes for parameter in self._tables.values())
@@ -302,16 +303,22 @@ def update_tables_in_backward(task: nn.Module, config: TrainerConfig, world_size
         return None
     head = getattr(task, "head", None)
     if config.table_gradient_bytes is not None and not (isinstance(head, CutCrossEntropyHead) or draws_for_each_row(head)):
+        found = type(task if head is None else head).__name__
+        shares = " whose rows share negatives" if isinstance(head, SampledCrossEntropyHead) else ""
         raise TrainingError(
             f"table_gradient_bytes: {config.table_gradient_bytes} belongs to a head over all items, or with negatives of each "
-            f"row, got {type(task if head is None else head).__name__}, of which no table has a whole gradient; leave it out"
+            f"row, got {found}{shares}, of which no table has a whole gradient; leave it out"
         )
     return RowUpdates(task, config)
 
 
 def draws_for_each_row(head: nn.Module | None) -> bool:
     """Whether a head's negatives are each row's own, so that a step may name most rows of its table."""
-    return isinstance(head, SampledCrossEntropyHead) and getattr(head.sampler, "rows_per_draw", None) == 1
+    if not isinstance(head, SampledCrossEntropyHead):
+        return False
+    per: int | None = getattr(head.sampler, "rows_per_draw", None)
+    # Fewer gather as if each row drew for itself.
+    return per is not None and per < SHARED_ROWS
 
 
 def _cure(option: str) -> str:

@@ -40,11 +40,7 @@ class WeightSlices:
         """Return the gradient of the items from `first` to before `last`, `[last - first, D]`, at least float32.
 
         It has no room behind: beside what a slice takes here, a copy is nothing.
-
-        Raises:
-            RuntimeError: what it is made of has been written to since.
         """
-        self._unchanged.check()
         x, ignored = self._x, self._o.ignore_index
         target = x.target - first
         # The targets of other slices are no items of this one, but their rows count.
@@ -61,6 +57,14 @@ class WeightSlices:
     def anew(self) -> WeightSlices:
         """Return the same of the tensors as they are now."""
         return WeightSlices(self._x, self._o, self._backend)
+
+    def check(self) -> None:
+        """Refuse what it is made of, where that has been written to since.
+
+        Raises:
+            RuntimeError: with its name.
+        """
+        self._unchanged.check()
 
     def is_finite(self) -> Tensor:
         """Return whether the rows that count have finite hidden states, log-sum-exps and gradients: `[]` bool."""

@@ -362,11 +362,14 @@ class JointUpdate:
         if not slices:
             yield from lookups
             return
+        # Before anything is updated.
         if any(of.version != self.weights._version for of in slices):
             raise RuntimeError(
-                "table: a gradient in slices needs the table as the loss read it, but it has changed since; update it once for "
-                "all losses, or raise their memory_budget"
+                "table: a gradient that its update makes needs it as the loss read it, but it has changed since; update it once "
+                "for all losses"
             )
+        for of in slices:
+            of.source.check()
         entries = None
         for call in lookups:
             layout = _all_features((call.layout,))

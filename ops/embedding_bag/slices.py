@@ -18,10 +18,10 @@ SLICES_OF_ROOM = 8
 
 
 class Source(Protocol):
-    """The gradient of a table, `[rows, width]`, by slices: the bytes of a row, and those that there is room for."""
+    """The gradient of a table, `[rows, width]`, by slices: the bytes of a row, and those that there is room for, None for all."""
 
     row_bytes: int
-    room: int
+    room: int | None
 
     def __call__(self, first: int, last: int, behind: int) -> Tensor:
         """Return that of the rows from `first` to before `last`, in float32 or float64.
@@ -31,6 +31,9 @@ class Source(Protocol):
 
     def is_finite(self) -> Tensor:
         """Return whether what it is made of is finite: `[]` bool on the device."""
+
+    def check(self) -> None:
+        """Refuse what it is made of, where that has been written to since, by a RuntimeError."""
 
     def anew(self) -> Source:
         """Return the same without what it has found out about its tensors, which may have other numbers now."""
@@ -69,28 +72,31 @@ def slices_of(
         rows: of each table.
         kept: gradients by table and first row, which are taken from here and not made again.
         keeps: put there what there is room for beside the slice in work. The smallest room is that of all tables.
-        behind: numbers that will be brought behind each.
+        behind: numbers that will be brought behind a gradient, for which one of all rows has room.
     """
-    room = min(of.source.room for of in given)
-    row_bytes = {of.number: of.source.row_bytes for of in given}
-    steps, left = {number: rows[number] for number in row_bytes}, room
-    if sum(rows[number] * of_row for number, of_row in row_bytes.items()) > room:
+    rooms, row_bytes = (of.source.room for of in given), {of.number: of.source.row_bytes for of in given}
+    whole = sum(rows[number] * of_row for number, of_row in row_bytes.items())
+    room = min((of for of in rooms if of is not None), default=whole)
+    steps, left = {number: rows[number] for number in row_bytes}, None
+    if whole > room:
         # Small ones leave most of the room to those that wait, and each is some launches. Where none wait, half is for the copy
         # of a slice beside the lookups of its rows.
         pieces = SLICES_OF_ROOM if keeps or kept else 2
         steps = {number: max(1, room // pieces // of_row) for number, of_row in row_bytes.items()}
-        left -= max(steps[number] * row_bytes[number] for number in steps)
+        left = room - max(steps[number] * row_bytes[number] for number in steps)
     for number, step in steps.items():
         sources = [of.source for of in given if of.number == number]
         for first in range(0, rows[number], step):
             last = min(first + step, rows[number])
             gradient = kept.pop((number, first), None)
             if gradient is None:
-                gradient = sources[0](first, last, behind)
+                # Of a part the room behind would be larger than a copy of it is dear.
+                gradient = sources[0](first, last, behind if left is None else 0)
                 for source in sources[1:]:
                     gradient += source(first, last, 0)
-            if keeps and gradient.nbytes <= left:
-                kept[number, first], left = gradient, left - gradient.nbytes
+            if keeps and (left is None or gradient.nbytes <= left):
+                kept[number, first] = gradient
+                left = None if left is None else left - gradient.nbytes
             yield Slice(number, first, last, gradient)
             del gradient
 

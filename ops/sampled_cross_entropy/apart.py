@@ -77,13 +77,13 @@ class ItemSlices:
 
     Attributes:
         row_bytes: of an item's gradient.
-        room: bytes that slices may take.
+        room: bytes that slices may take; None for as many as they need.
     """
 
     def __init__(self, x: PairsInputs, o: Options, room: int | None, backend: str | None) -> None:
-        self._x, self._o, self._given_room, self._backend = x, o, room, backend
+        self._x, self._o, self._backend = x, o, backend
         self.row_bytes = x.weight.shape[1] * loss_dtype(x.hidden.dtype).itemsize
-        self.room = self.row_bytes * x.weight.shape[0] if room is None else room
+        self.room = room
         self._make: MakesSlice | None = None
         # What becomes of the table the update knows.
         self._unchanged = Unchanged({name: of for name, of in x._asdict().items() if name != "weight"})
@@ -92,19 +92,23 @@ class ItemSlices:
         """Return the gradient of the items from `first` to before `last`, `[last - first, D]`, at least float32.
 
         What rows add is sorted by item with the first slice, for all of them. There is room for `behind` numbers behind.
-
-        Raises:
-            RuntimeError: what it is made of has been written to since.
         """
-        self._unchanged.check()
-        with torch.autocast(self._x.hidden.device.type, enabled=False):
+        with torch.no_grad(), torch.autocast(self._x.hidden.device.type, enabled=False):
             if self._make is None:
                 self._make = _implementation(self._backend, self._x)(self._x, self._o)
             return self._make(first, last, behind)
 
     def anew(self) -> ItemSlices:
         """Return the same with nothing sorted."""
-        return ItemSlices(self._x, self._o, self._given_room, self._backend)
+        return ItemSlices(self._x, self._o, self.room, self._backend)
+
+    def check(self) -> None:
+        """Refuse what it is made of, where that has been written to since.
+
+        Raises:
+            RuntimeError: with its name.
+        """
+        self._unchanged.check()
 
     def is_finite(self) -> Tensor:
         """Return whether the rows that count have finite hidden states, losses and gradients: `[]` bool."""
@@ -143,6 +147,8 @@ class _Apart(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.take = take
+        # The update reads them when backward is over.
+        statistic, share, pull = statistic.detach(), share.detach(), pull.detach()
         given = PairsInputs(losses, statistic, share, pull, x.hidden.detach(), x.weight.detach(), x.target, None, *x[3:7], *x[8:])
         ctx.save_for_backward(*given[1:])
         return losses.clone(), lse.clone()

@@ -146,11 +146,11 @@ def sampled_linear_cross_entropy(
             not a part of one. D should be a multiple of 16: other tables are copied. `torch.compile` breaks its graph there.
             Of a table that `JointUpdate.table` gives, where fewer than 16 rows share a draw and gather at most three times as
             many items as there are, no gradient of rows is made: the update gets items, factors and hidden states, and sums
-            them up. Where they gather more, and the gradient of all rows is larger than 64 MiB, the update makes it slice by
-            slice.
-        memory_budget: bytes that these slices may take. With a norm that the update waits for they are all kept if they fit,
-            else seven eighths of it, and the others are made twice; without one a slice has half of it. None is as many as the
-            whole gradient has.
+            them up. Where they gather more, and the gradient of all rows is larger than 64 MiB, or than `memory_budget`, the
+            update makes it, and backward does not.
+        memory_budget: bytes that such a gradient may take. One that is larger is made slice by slice, each by half of these
+            bytes; under a norm that the update waits for by an eighth, of which those that have room are kept and the others
+            are made twice. None for the whole gradient. Without `sparse` and a `JointUpdate` it changes nothing.
         return_lse: also return the logarithm of each row's denominator; it is differentiable. For softmax and refined.
         backend: `"torch"`, `"triton"`, or None to choose by device.
 
@@ -184,7 +184,7 @@ def sampled_linear_cross_entropy(
     """
     check_tensors(hidden, weight, target)
     check_options(loss, correction, positive, renormalise, reduction, filter_eps, return_lse)
-    if memory_budget is not None and memory_budget < 0:
+    if memory_budget is not None and (not isinstance(memory_budget, int) or memory_budget < 0):
         raise ValueError(f"memory_budget: expected a number of bytes, or None for as many as it takes, got {memory_budget}")
     num_items = weight.shape[0]
     source = source_of_negatives(hidden, weight, negatives, correction, negative_log_q, target_log_q, sample_weight)
@@ -226,7 +226,7 @@ def sampled_linear_cross_entropy(
     if sparse and not is_compiled and source.rows_per_draw < SHARED_ROWS:
         if gathers_little:
             take = taker_in_factors(weight, options, backend)
-        elif weight.numel() * dtype.itemsize > AT_ONCE:
+        elif weight.numel() * dtype.itemsize > (AT_ONCE if memory_budget is None else min(AT_ONCE, memory_budget)):
             take = taker_in_slices(weight, options, memory_budget, backend)
     if take is not None and (cast := autocast_dtype(hidden.device.type)) is not None and hidden.dtype != torch.float64:
         # What the weights' gradient is made of, too.

@@ -186,19 +186,30 @@ def slices(x: PairsInputs, o: Options) -> Callable[[int, int, int], Tensor]:
     Its third argument says how many numbers of room are wanted behind, of which there is none here.
     """
     found = pairs(x, o)
-    items, order = found.items.flatten().to(torch.int64).sort(stable=True)
-    rows, factors = order // found.items.shape[1], found.factors.flatten()[order]
-    hidden, width = _prepare(x.hidden, _known(inputs_of(x), o)), x.weight.shape[1]
+    items, order = found.items.flatten().sort(stable=True)
+    # Only these stay: the row and the factor of each pair, by item, and where items begin.
+    rows, factors = (order // found.items.shape[1]).to(torch.int32), found.factors.flatten()[order]
+    num_items, width = x.weight.shape
+    begins = torch.searchsorted(items, torch.arange(num_items + 1, dtype=items.dtype, device=items.device))
+    hidden, device = _prepare(x.hidden, _known(inputs_of(x), o)), items.device
     step = max(1, CHUNK_BYTES // (8 * width))
+    del found, items, order
 
     def of_items(first: int, last: int, _: int) -> Tensor:
-        # As in a whole gradient float32 is too short for long sums.
-        gradient = torch.zeros(last - first, width, dtype=torch.float64, device=items.device)
-        begin, end = torch.searchsorted(items, torch.tensor([first, last], device=items.device)).tolist()
-        for start in range(begin, end, step):
-            some = slice(start, min(start + step, end))
-            _add_rows(gradient, items[some] - first, factors[some, None] * hidden[rows[some]])
-        return gradient.to(hidden.dtype)
+        gradient = torch.empty(last - first, width, dtype=hidden.dtype, device=device)
+        for begin in range(first, last, step):
+            end = min(begin + step, last)
+            # As in a whole gradient float32 is too short for long sums.
+            of_some = torch.zeros(end - begin, width, dtype=torch.float64, device=device)
+            counts = begins[begin : end + 1].diff()
+            start, stop = int(begins[begin]), int(begins[end])
+            places = torch.arange(end - begin, device=device).repeat_interleave(counts, output_size=stop - start)
+            for pair in range(start, stop, step):
+                some = slice(pair, min(pair + step, stop))
+                of_places = places[some.start - start : some.stop - start]
+                _add_rows(of_some, of_places, factors[some, None] * hidden[rows[some].long()])
+            gradient[begin - first : end - first] = of_some
+        return gradient
 
     return of_items
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -154,6 +155,9 @@ def test_slices_wait_for_the_step(place: Place, made: list[Any], budget: int | N
         hidden, tables.table(backend=place.backend), target, draw_of(), sparse=True, memory_budget=budget, backend=place.backend
     ).backward()
     assert made == []
+    (held,) = tables._held
+    # Nothing of forward stays for it but these.
+    assert not any(of.requires_grad for of in held.source._x if isinstance(of, Tensor))  # type: ignore[union-attr]
     torch.testing.assert_close(tables.norm(), dense.grad.norm(), rtol=1e-4, atol=0)
     once = len(made)
     assert (once == 1) == (again == 0)
@@ -188,13 +192,18 @@ def test_small_tables_and_few_negatives(place: Place, made: list[Any], monkeypat
     hidden, weight = inputs_of(4, ITEMS, WIDTH, torch.float32, 3)
     target = targets_of(4, ITEMS, 5)
     nbytes = ITEMS * WIDTH * 4
-    for at_once, gathered, is_in_slices in ((nbytes, -1, False), (nbytes - 1, -1, True), (-1, 3, False)):
+    for at_once, budget, gathered, is_in_slices in (
+        (nbytes, None, -1, False), (nbytes - 1, None, -1, True), (nbytes, nbytes, -1, False), (nbytes, nbytes - 1, -1, True),
+        (-1, None, 3, False),
+    ):  # fmt: skip
         monkeypatch.setattr(api, "AT_ONCE", at_once)
         monkeypatch.setattr(api, "MOST_GATHERED", gathered)
         tables = tables_of(weight)
         tables.holds = True
         table = tables.table(backend=place.backend)
-        sampled_linear_cross_entropy(hidden, table, target, draw_of(), sparse=True, backend=place.backend).backward()
+        sampled_linear_cross_entropy(
+            hidden, table, target, draw_of(), sparse=True, memory_budget=budget, backend=place.backend
+        ).backward()
         assert [isinstance(of, Slices) for of in tables._held] == [is_in_slices]
 
 
@@ -329,7 +338,7 @@ def test_a_table_that_has_changed_is_refused(place: Place, unchecked: None) -> N
         backend=place.backend,
     ).backward()  # fmt: skip
     tables.weights.add_(1)
-    with pytest.raises(RuntimeError, match="a gradient in slices needs the table as the loss read it"):
+    with pytest.raises(RuntimeError, match="a gradient that its update makes needs it as the loss read it, but it has changed"):
         tables.step()
 
 
@@ -434,6 +443,57 @@ def test_in_a_captured_graph(place: Place, unchecked: None, waits: bool) -> None
 def test_a_budget_is_a_number_of_bytes(place: Place) -> None:
     hidden, weight = inputs_of(2, ITEMS, WIDTH, torch.float32, 3)
     call: Callable[..., Any] = sampled_linear_cross_entropy
-    told = "^memory_budget: expected a number of bytes, or None for as many as it takes, got -1$"
-    with pytest.raises(ValueError, match=told):
-        call(hidden, weight, targets_of(2, ITEMS, 5), draw_of(), memory_budget=-1)
+    for budget in (-1, 2.5e6):
+        told = f"memory_budget: expected a number of bytes, or None for as many as it takes, got {budget}"
+        with pytest.raises(ValueError, match=f"^{re.escape(told)}$"):
+            call(hidden, weight, targets_of(2, ITEMS, 5), draw_of(), memory_budget=budget)
+
+
+def test_several_tables_without_a_budget(place: Place, unchecked: None, made: list[Any]) -> None:
+    """There is room for the gradients of all, each made once."""
+    layout = BagLayout((ITEMS, 30), (WIDTH, 8))
+    weights = random_tensor((layout.num_elements,), torch.float32, 0)
+    tables = JointUpdate(weights.clone(), BagOptimizer("sgd", layout, learning_rate=1.0, device=place.device))
+    dense = [of.clone().requires_grad_() for of in layout.views(weights)]
+    tables.holds = True
+    for sparse in (False, True):
+        losses = []
+        for number, (rows, width) in enumerate(zip(layout.rows, layout.widths, strict=True)):
+            hidden = random_tensor((ROWS, width), torch.float32, number)
+            table = tables.table(number, backend=place.backend) if sparse else dense[number]
+            losses.append(
+                sampled_linear_cross_entropy(
+                    hidden, table, targets_of(ROWS, rows, 5), draw_of(), sparse=sparse, backend=place.backend
+                )
+            )
+        torch.stack(losses).sum().backward()
+    tables.step(1 / tables.norm())
+    assert sorted(made) == [(0, 30), (0, ITEMS)]
+    gradients = [of.grad for of in dense if of.grad is not None]
+    norm = torch.cat([of.flatten() for of in gradients]).norm()
+    for moved, before, gradient in zip(layout.views(tables.weights), layout.views(weights), gradients, strict=True):
+        torch.testing.assert_close(before - moved, gradient / norm, rtol=1e-4, atol=2e-6)
+
+
+def test_rows_that_were_read_join_a_whole_gradient(place: Place, unchecked: None) -> None:
+    """Behind it, where kernels leave room for them."""
+    hidden, weight = inputs_of(6, ITEMS, 16, torch.float32, 3)
+    tables = tables_of(weight)
+    tables.holds = True
+    listed, ids = BagLayout((ITEMS,), (16,), sequences=(True,)), torch.tensor([1, 2, 3, 1], device=place.device)
+    rows = tables.embedding_bags(listed, ids, torch.tensor([0, 4], device=place.device), backend=place.backend).view(-1, 16)
+    loss = sampled_linear_cross_entropy(
+        hidden, tables.table(backend=place.backend), targets_of(6, ITEMS, 5), draw_of(), sparse=True, backend=place.backend
+    )
+    (loss + rows.sum()).backward()
+    (source,) = (of.source for of in tables._held if isinstance(of, Slices))
+    alone = source(0, ITEMS, 0)
+    tables.norm()
+    (kept,) = tables._kept.values()
+    begin = kept.data_ptr()
+    tables.step()
+    expected = alone.index_add(0, ids, torch.ones(4, 16, device=place.device))
+    torch.testing.assert_close(weight - rows_of(tables), expected, rtol=1e-4, atol=2e-6)
+    behind = kept.untyped_storage().nbytes() - kept.nbytes
+    assert begin == kept.data_ptr()
+    assert behind == (0 if place.backend == "torch" else 4 * 16 * 4)

@@ -96,6 +96,22 @@ print(json.dumps({"peak": f.peak, "present": f.present, "measured": peak_residen
             "evaluation.eval_batch_size": 64,
             "processes": 1,
         },
+        # Each row draws its own, so many that the update makes the table's gradient.
+        {
+            "num_users": 60,
+            "num_items": 40_000,
+            "model.embedding_dim": 768,
+            "model.num_heads": 8,
+            "training.batch_size": 40,
+            "data.max_seq_len": 50,
+            "training.table_optimizer": "rowwise-adagrad",
+            "head.type": "sampled",
+            "head.num_negatives": 128,
+            "head.negatives_per": "row",
+            "model.num_layers": 1,
+            "evaluation.eval_batch_size": 64,
+            "processes": 1,
+        },
         # A larger table in two halves.
         {
             "num_users": 60,
@@ -119,7 +135,7 @@ print(json.dumps({"peak": f.peak, "present": f.present, "measured": peak_residen
             "processes": 1,
         },
     ],
-    ids=["table", "table by rows", "table in factors", "table in slices", "split table", "activations"],
+    ids=["table", "table by rows", "table in factors", "table in slices", "table by its update", "split table", "activations"],
 )
 def test_memory_is_forecast_within_a_factor(tmp_path: Path, options: dict[str, int]) -> None:
     running = [

@@ -551,7 +551,7 @@ def test_losses_that_are_not_finite_leave_tables_alone(processes: Processes) -> 
 @pytest.mark.parametrize("head", ["drawn", "scalable", None])
 def test_slices_of_what_is_never_whole_are_refused(head: str | None) -> None:
     task = RankingModel.of(shop(), table_dims={"item": 6}) if head is None else task_of(head)
-    of = type(task if head is None else task.head).__name__
+    of = type(task if head is None else task.head).__name__ + (" whose rows share negatives" if head == "drawn" else "")
     with pytest.raises(TrainingError) as caught:
         update_tables_in_backward(task, TrainerConfig(table_optimizer="adagrad", table_gradient_bytes=640), 1)
     assert str(caught.value) == (
