@@ -59,7 +59,8 @@ class Forecast:
         elsewhere: the rows of tables that other processes keep. They are part of `present` too, and go before training.
         gradients: of the kept weights, and the second one that the item table has for a moment, from lookup and from scoring;
             with `graphs` a third. Where tables are updated row by row: of the rows that a step scores, once more while they are
-            put together with those that it reads, and once as each row's sum. On requests with `graphs` also of all rows that
+            put together with those that it reads, and once as each row's sum; where the update makes it, the item table's own
+            once, and what it is made of. On requests with `graphs` also of all rows that
             four graphs look up.
         cached: of tables in the host's memory, what rows on the device take, with the optimizer's states; on a GPU it is part of
             `present`.
@@ -343,12 +344,12 @@ def _row_bytes(task: NextItemTask, table: Tensor, tokens: float, options: LoopOp
         if not draws_for_each_row(task.head):
             # Slices, the one in work once more while it is put together with the rows that are read, and those.
             return (1 + 2 / SLICES_OF_ROOM) * cast(int, most) + row * tokens
-        # What rows add is sorted before the gradient is made, and stays as long. A whole one is copied where no room is behind it,
-        # and PyTorch sums rows apart.
+        # What rows add is sorted before the gradient is made, and stays as long. On a CPU a whole one is copied beside the rows
+        # that are read, and summed by row.
         is_kernels = device.type == "cuda"
         whole = most is None or most >= table.nbytes
         slices = table.nbytes * (1 if is_kernels else 3) if whole else (1 + 2 / SLICES_OF_ROOM) * cast(int, most)
-        at_once = max(ENTRY_BYTES_AT_MOST, table.nbytes) if is_kernels else float("inf")
+        at_once = max(ENTRY_BYTES_AT_MOST, min(most or table.nbytes, table.nbytes)) if is_kernels else float("inf")
         sorted_bytes = min(ENTRY_BYTES * scored, at_once)
         return max(sorted_bytes, slices + (4 if is_kernels else 8) * scored) + row * tokens
     if draws_for_each_row(task.head) and scored <= MOST_GATHERED * len(table):

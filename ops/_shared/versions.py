@@ -7,6 +7,12 @@ from collections.abc import Mapping
 from torch import Tensor
 
 
+def apart_from(rows: Tensor, table: Tensor) -> Tensor:
+    """Return rows that an update of the table, or of others in its storage, leaves as they are."""
+    is_apart = rows.untyped_storage().data_ptr() != table.untyped_storage().data_ptr()
+    return rows if is_apart else rows.clone()
+
+
 class Unchanged:
     """Tensors as they are now.
 

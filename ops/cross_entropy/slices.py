@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from jagged.ops._shared.validation import autocast_dtype
-from jagged.ops._shared.versions import Unchanged
+from jagged.ops._shared.versions import Unchanged, apart_from
 from jagged.ops.cross_entropy.spec import LINEAR_CROSS_ENTROPY, WEIGHT_GRADIENT, GradientInputs, Inputs, Options
 
 #: Takes a gradient in slices.
@@ -57,6 +57,12 @@ class WeightSlices:
     def anew(self) -> WeightSlices:
         """Return the same of the tensors as they are now."""
         return WeightSlices(self._x, self._o, self._backend)
+
+    def forget(self) -> None:
+        """Nothing: it keeps nothing of one step."""
+
+    def named(self, first: int, last: int) -> None:
+        """All items have a gradient."""
 
     def check(self) -> None:
         """Refuse what it is made of, where that has been written to since.
@@ -104,6 +110,7 @@ class _Slices(torch.autograd.Function):
         ctx.take, ctx.o, ctx.backend = take, o, backend
         cast = None if x.hidden.dtype == torch.float64 else autocast_dtype(x.hidden.device.type)
         hidden = x.hidden.detach() if cast is None else x.hidden.detach().to(cast)
+        hidden = apart_from(hidden, x.weight)
         vectors = (None if vector is None else vector.detach() for vector in x[3:])
         ctx.save_for_backward(hidden, x.weight.detach(), x.target, lse.detach(), *vectors)
         return lse.clone(), target_logit.clone(), smoothed.clone()

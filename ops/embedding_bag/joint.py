@@ -317,6 +317,9 @@ class JointUpdate:
             self._backward, self._calls = task, []
             # Of a norm whose step has not come: backward needs the memory.
             self._kept = {}
+            for of in self._held:
+                if isinstance(of, Slices):
+                    of.source.forget()
         self._calls.append(call)
 
     def _take(self) -> None:
@@ -379,12 +382,17 @@ class JointUpdate:
                 yield call._replace(layout=entries.layout, lookups=others, order=None)
         behind = 0 if entries is None else entries.gradient_size
         for part in slices_of(slices, self.optimizer.layout.rows, kept, keeps=keeps, behind=behind):
-            ids = torch.arange(part.first, part.last, device=part.gradient.device)
+            ids, rows = torch.arange(part.first, part.last, device=part.gradient.device), part.gradient
+            if part.named is not None and ids.is_cuda:
+                ids = torch.where(part.named, ids, -1)
+            elif part.named is not None:
+                # There ids that no table has are errors.
+                ids, rows = ids[part.named], rows[part.named]
             ends = torch.arange(len(ids) + 1, device=ids.device)
-            call = _call_of_bags(self, part.number, slices[0].backend, part.gradient, ids, ends, None)
+            call = _call_of_bags(self, part.number, slices[0].backend, rows, ids, ends, None)
             if entries is not None:
                 call = _as_one([call, _Call(entries.layout, entries.of_slice(part), None, call.backend)])
-            del part
+            del part, rows
             yield call
             del call
 

@@ -29,6 +29,9 @@ class Source(Protocol):
         Where it can, with room for so many numbers behind (`ops/_shared/room.py`).
         """
 
+    def named(self, first: int, last: int) -> Tensor | None:
+        """Return which of these rows it is of, `[last - first]` bool; None for all. The others have zeros, and are nobody's."""
+
     def is_finite(self) -> Tensor:
         """Return whether what it is made of is finite: `[]` bool on the device."""
 
@@ -37,6 +40,9 @@ class Source(Protocol):
 
     def anew(self) -> Source:
         """Return the same without what it has found out about its tensors, which may have other numbers now."""
+
+    def forget(self) -> None:
+        """Let go of what it has found out about its tensors, which it will find out again."""
 
 
 class Slices(NamedTuple):
@@ -49,12 +55,16 @@ class Slices(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Rows of a table, from `first` to before `last`, and their gradient; the sum of all sources of that table."""
+    """Rows of a table, from `first` to before `last`, and their gradient; the sum of all sources of that table.
+
+    `named` says which of them have one, None that all do.
+    """
 
     number: int
     first: int
     last: int
     gradient: Tensor
+    named: Tensor | None
 
 
 def slices_of(
@@ -97,7 +107,9 @@ def slices_of(
             if keeps and (left is None or gradient.nbytes <= left):
                 kept[number, first] = gradient
                 left = None if left is None else left - gradient.nbytes
-            yield Slice(number, first, last, gradient)
+            named = [of for source in sources if (of := source.named(first, last)) is not None]
+            is_all = len(named) < len(sources)
+            yield Slice(number, first, last, gradient, None if is_all else functools.reduce(torch.logical_or, named))
             del gradient
 
 

@@ -13,14 +13,14 @@ by item, and makes the gradients of some items at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from jagged.ops._shared.backends import resolve_backend
-from jagged.ops._shared.versions import Unchanged
+from jagged.ops._shared.versions import Unchanged, apart_from
 from jagged.ops.sampled_cross_entropy.spec import (
     SAMPLED_LINEAR_CROSS_ENTROPY,
     SAMPLED_PAIRS,
@@ -33,8 +33,6 @@ from jagged.ops.sampled_cross_entropy.spec import (
 
 #: Takes what the weights' gradient is made of.
 Taker = Callable[[PairsInputs], None]
-#: Returns the gradient of the items from the first to before the last, with room for some numbers behind.
-MakesSlice = Callable[[int, int, int], Tensor]
 
 
 def taker_in_factors(weight: Tensor, o: Options, backend: str | None) -> Taker | None:
@@ -63,13 +61,26 @@ def taker_in_slices(weight: Tensor, o: Options, room: int | None, backend: str |
     def hand_over(x: PairsInputs) -> None:
         # Changed in place for the next loss, before what several have handed over is updated.
         seed = None if x.seed is None else x.seed.clone()
-        take(ItemSlices(x._replace(seed=seed), o, room, backend))
+        take(ItemSlices(x._replace(hidden=apart_from(x.hidden, x.weight), seed=seed), o, room, backend))
 
     return hand_over
 
 
 def _taker(weight: Tensor, name: str) -> Any:
     return getattr(weight.grad_fn, name, None) if torch.is_grad_enabled() else None
+
+
+class MadeSlices(Protocol):
+    """An implementation of a gradient in slices, of which all is sorted that rows add."""
+
+    def gradient(self, first: int, last: int, behind: int) -> Tensor:
+        """Return that of the items from `first` to before `last`, `[last - first, D]`, at least float32.
+
+        Where it can, with room for `behind` numbers behind.
+        """
+
+    def named(self, first: int, last: int) -> Tensor:
+        """Return which of them have one, `[last - first]` bool."""
 
 
 class ItemSlices:
@@ -84,7 +95,7 @@ class ItemSlices:
         self._x, self._o, self._backend = x, o, backend
         self.row_bytes = x.weight.shape[1] * loss_dtype(x.hidden.dtype).itemsize
         self.room = room
-        self._make: MakesSlice | None = None
+        self._made: MadeSlices | None = None
         # What becomes of the table the update knows.
         self._unchanged = Unchanged({name: of for name, of in x._asdict().items() if name != "weight"})
 
@@ -94,9 +105,22 @@ class ItemSlices:
         What rows add is sorted by item with the first slice, for all of them. There is room for `behind` numbers behind.
         """
         with torch.no_grad(), torch.autocast(self._x.hidden.device.type, enabled=False):
-            if self._make is None:
-                self._make = _implementation(self._backend, self._x)(self._x, self._o)
-            return self._make(first, last, behind)
+            return self._slices.gradient(first, last, behind)
+
+    def named(self, first: int, last: int) -> Tensor:
+        """Return which of these items a row has drawn, or has as its target, `[last - first]` bool."""
+        with torch.no_grad():
+            return self._slices.named(first, last)
+
+    @property
+    def _slices(self) -> MadeSlices:
+        if self._made is None:
+            self._made = _implementation(self._backend, self._x)(self._x, self._o, self.room)
+        return self._made
+
+    def forget(self) -> None:
+        """Let go of what rows add; it will be sorted again."""
+        self._made = None
 
     def anew(self) -> ItemSlices:
         """Return the same with nothing sorted."""
@@ -113,18 +137,19 @@ class ItemSlices:
     def is_finite(self) -> Tensor:
         """Return whether the rows that count have finite hidden states, losses and gradients: `[]` bool."""
         x = self._x
-        counts = x.target != self._o.ignore_index
+        # What stands in other rows is nobody's, nor in those whose target is no item.
+        counts = (x.target != self._o.ignore_index) & (x.target >= 0) & (x.target < x.weight.shape[0])
         # Infinity is the statistic of a row without negatives.
         found = [torch.isfinite(x.hidden).all(1), ~torch.isnan(x.statistic), torch.isfinite(x.pull), torch.isfinite(x.share)]
         found += [torch.isfinite(grad) for grad in (x.grad_losses, x.grad_lse) if grad is not None]
         return (torch.stack(found).all(0) | ~counts).all()
 
 
-def _implementation(backend: str | None, x: PairsInputs) -> Callable[[PairsInputs, Options], MakesSlice]:
+def _implementation(backend: str | None, x: PairsInputs) -> Callable[[PairsInputs, Options, int | None], MadeSlices]:
     if resolve_backend(backend, x.hidden) == "torch":
         from jagged.ops.sampled_cross_entropy import torch_impl
 
-        return torch_impl.slices
+        return torch_impl.Slices
     from jagged.ops.sampled_cross_entropy.triton import launch
 
     return launch.slices

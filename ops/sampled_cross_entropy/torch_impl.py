@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -180,38 +180,43 @@ def pairs(x: PairsInputs, o: Options) -> Pairs:
     return Pairs(items, factors)
 
 
-def slices(x: PairsInputs, o: Options) -> Callable[[int, int, int], Tensor]:
-    """Return what makes the gradient of the items from the first to before the last, `[last - first, D]`; waits for the device.
+class Slices:
+    """The gradient of some items' weights at a time, by pairs of all items that are sorted once; waits for the device.
 
-    Its third argument says how many numbers of room are wanted behind, of which there is none here.
+    Room behind, and how much there may be at a time, are the kernels'.
     """
-    found = pairs(x, o)
-    items, order = found.items.flatten().sort(stable=True)
-    # Only these stay: the row and the factor of each pair, by item, and where items begin.
-    rows, factors = (order // found.items.shape[1]).to(torch.int32), found.factors.flatten()[order]
-    num_items, width = x.weight.shape
-    begins = torch.searchsorted(items, torch.arange(num_items + 1, dtype=items.dtype, device=items.device))
-    hidden, device = _prepare(x.hidden, _known(inputs_of(x), o)), items.device
-    step = max(1, CHUNK_BYTES // (8 * width))
-    del found, items, order
 
-    def of_items(first: int, last: int, _: int) -> Tensor:
-        gradient = torch.empty(last - first, width, dtype=hidden.dtype, device=device)
+    def __init__(self, x: PairsInputs, o: Options, _room: int | None) -> None:
+        found = pairs(x, o)
+        items, order = found.items.flatten().sort(stable=True)
+        # Only these stay: the row and the factor of each pair, by item, and where items begin.
+        self._rows = (order // found.items.shape[1]).to(torch.int32)
+        self._factors = found.factors.flatten()[order]
+        num_items, self._width = x.weight.shape
+        self._begins = torch.searchsorted(items, torch.arange(num_items + 1, dtype=items.dtype, device=items.device))
+        self._hidden = _prepare(x.hidden, _known(inputs_of(x), o))
+
+    def gradient(self, first: int, last: int, _behind: int) -> Tensor:
+        """Return that of the items from `first` to before `last`, `[last - first, D]`."""
+        hidden, device, step = self._hidden, self._hidden.device, max(1, CHUNK_BYTES // (8 * self._width))
+        gradient = torch.empty(last - first, self._width, dtype=hidden.dtype, device=device)
         for begin in range(first, last, step):
             end = min(begin + step, last)
             # As in a whole gradient float32 is too short for long sums.
-            of_some = torch.zeros(end - begin, width, dtype=torch.float64, device=device)
-            counts = begins[begin : end + 1].diff()
-            start, stop = int(begins[begin]), int(begins[end])
+            of_some = torch.zeros(end - begin, self._width, dtype=torch.float64, device=device)
+            start, stop = int(self._begins[begin]), int(self._begins[end])
+            counts = self._begins[begin : end + 1].diff()
             places = torch.arange(end - begin, device=device).repeat_interleave(counts, output_size=stop - start)
             for pair in range(start, stop, step):
                 some = slice(pair, min(pair + step, stop))
                 of_places = places[some.start - start : some.stop - start]
-                _add_rows(of_some, of_places, factors[some, None] * hidden[rows[some].long()])
+                _add_rows(of_some, of_places, self._factors[some, None] * hidden[self._rows[some].long()])
             gradient[begin - first : end - first] = of_some
         return gradient
 
-    return of_items
+    def named(self, first: int, last: int) -> Tensor:
+        """Return which of them have pairs, `[last - first]` bool."""
+        return self._begins[first : last + 1].diff() > 0
 
 
 def _slopes_of_rows(
@@ -311,7 +316,11 @@ def _chunks(rows: Tensor, x: Inputs, o: Options) -> Iterator[Chunk]:
             ids = draw_ids(source, groups, places, num_items)
             outside = (ids < 0) | (ids >= num_items)
             ids = ids.masked_fill(outside, 0)
-            items = x.weight[ids].to(rows.dtype).masked_fill_(outside[..., None], 0)
+            items = x.weight[ids]
+            if o.casts_weight:
+                # A table that is not cast as a whole: its rows have been, where the losses were computed.
+                items = items.to(x.hidden.dtype)
+            items = items.to(rows.dtype).masked_fill_(outside[..., None], 0)
             logits = torch.bmm(hidden, items.transpose(1, 2)).mul_(o.scale)
             if o.is_corrected:
                 log_q = log_probability(source, ids, groups, places, num_items, rows.dtype)

@@ -197,6 +197,12 @@ def test_several_tables_share_the_smallest_room(first: int, second: int) -> None
         def check(self) -> None:
             pass
 
+        def named(self, first: int, last: int) -> None:
+            return None
+
+        def forget(self) -> None:
+            pass
+
         def is_finite(self) -> Tensor:
             return torch.ones((), dtype=torch.bool)
 
@@ -446,6 +452,28 @@ def test_a_table_that_has_changed_is_refused(place: Place) -> None:
     )
     assert torch.equal(tables.weights, before)
     assert tables.optimizer.step == 0
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_hidden_states_that_are_a_table(place: Place, waits: bool) -> None:
+    """The update, which reads them, writes to another table first, or to other rows of the same one."""
+    layout = BagLayout((ITEMS, ROWS), (16, 16))
+    weights = random_tensor((layout.num_elements,), torch.float32, 0)
+    tables = JointUpdate(weights.clone(), BagOptimizer("sgd", layout, learning_rate=1.0, device=place.device))
+    dense = [of.clone().requires_grad_() for of in layout.views(weights)]
+    losses = []
+    for of in (dense, [tables.table(number, backend=place.backend) for number in range(2)]):
+        of_users, of_items = (
+            linear_cross_entropy(
+                hidden, of[0], targets_of(ROWS, ITEMS), memory_budget=24 * 16 * 4, reduction="sum", backend=place.backend
+            )
+            for hidden in (of[1], of[0][:ROWS])
+        )
+        losses.append(of_users + of_items)
+    gradients = torch.autograd.grad(losses[0], dense)
+    taught(tables, losses[1], waits=waits)
+    for before, after, gradient in zip(layout.views(weights), layout.views(tables.weights), gradients, strict=True):
+        torch.testing.assert_close(before - after, gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_targets_that_have_changed_are_refused(place: Place) -> None:

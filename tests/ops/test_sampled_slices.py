@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from jagged.ops import BagLayout, BagOptimizer, Draw, JointUpdate, sampled_linear_cross_entropy
+from jagged.ops._shared.backends import INTERPRETED
 from jagged.ops.embedding_bag.slices import Slices
 from jagged.ops.sampled_cross_entropy import api
 from jagged.ops.sampled_cross_entropy.apart import ItemSlices
@@ -122,24 +123,81 @@ def test_any_sizes(
 
 
 @pytest.mark.parametrize("ranges", ["one", "several"])
-def test_items_that_most_rows_draw(place: Place, unchecked: None, monkeypatch: pytest.MonkeyPatch, ranges: str) -> None:
-    """Their entries are added up in chunks, which begin before and in the middle of a slice."""
-    rows, count = 20, 10
+@pytest.mark.parametrize("kind", ["given", "log_uniform"])
+def test_items_that_most_rows_draw(
+    place: Place, unchecked: None, monkeypatch: pytest.MonkeyPatch, ranges: str, kind: str
+) -> None:
+    """Their entries are added up in chunks, which begin before and in the middle of a slice; each draw has a correction."""
+    rows, count, items = 20, 10, 12
     monkeypatch.setattr(entries, "CHUNK", 16)
     if ranges == "several":
         # Ranges of rows are sorted one after the other, each with chunks of its own.
-        monkeypatch.setattr(entries, "_units_at_once", lambda *_, **__: 8)
-    hidden, weight = inputs_of(rows, 6, WIDTH, torch.float32, 3)
-    target = targets_of(rows, 6, 5, ignored=0.2)
+        monkeypatch.setattr(entries, "_units_at_once", lambda *_: 8)
+    hidden, weight = inputs_of(rows, items, WIDTH, torch.float32, 3)
+    target = targets_of(rows, items, 5, ignored=0.2)
     weight.requires_grad_()
-    tables = tables_of(weight)
-    arguments = {"mask_hits": False, "backend": place.backend}
-    (dense,) = torch.autograd.grad(sampled_linear_cross_entropy(hidden, weight, target, draw_of(count), **arguments), weight)
+    tables, negatives = tables_of(weight), negatives_of(kind, target, count, items, 7, 1)
+    arguments = {"mask_hits": False, "backend": place.backend, "correction": "negatives"}
+    if kind == "given":
+        arguments["negative_log_q"] = negatives.arguments["negative_log_q"]
+    (dense,) = torch.autograd.grad(sampled_linear_cross_entropy(hidden, weight, target, negatives.given, **arguments), weight)
     table = tables.table(backend=place.backend)
     sampled_linear_cross_entropy(
-        hidden, table, target, draw_of(count), sparse=True, memory_budget=4 * WIDTH * 4, **arguments
+        hidden, table, target, negatives.given, sparse=True, memory_budget=8 * WIDTH * 4, **arguments
     ).backward()
     torch.testing.assert_close(weight.detach() - rows_of(tables), dense, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize(("budget", "waits"), [(BUDGET, True), (BUDGET, False), (None, True)])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("adam", {"weight_decay": 0.1, "betas": (0.5, 0.9)}), ("sgd", {"max_norm": 0.5}), ("lamb", {"weight_decay": 0.1})],
+)
+def test_rows_that_nobody_names_stay(
+    place: Place, unchecked: None, monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any], budget: int | None,
+    waits: bool,
+) -> None:  # fmt: skip
+    """As where the gradient of the drawn rows is made at once: decay, moments and longest rows are of rows that are named."""
+    hidden, weight = inputs_of(5, ITEMS, WIDTH, torch.float32, 3)
+    made = []
+    for gathered in (-1, 10_000):
+        monkeypatch.setattr(api, "MOST_GATHERED", gathered)
+        tables = tables_of(weight, kind, **options)
+        for step in range(2):
+            ids = torch.arange(12 * step, 12 * step + 15, device=place.device).view(5, 3)
+            target = torch.tensor([1, 2, -100, 30, 31], device=place.device) + step
+            loss = sampled_linear_cross_entropy(
+                hidden, tables.table(backend=place.backend), target, ids, sparse=True, memory_budget=budget, backend=place.backend
+            )
+            taught(tables, loss, waits=waits)
+        made.append(tables)
+    torch.testing.assert_close(made[0].weights, made[1].weights, rtol=1e-4, atol=1e-6)
+    moved = [(rows_of(of) != weight).any(1) for of in made]
+    assert torch.equal(*moved)
+    assert not moved[0].all()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_hidden_states_that_are_a_table(place: Place, unchecked: None, waits: bool) -> None:
+    """The update, which reads them, writes to another table first, or to other rows of the same one."""
+    layout = BagLayout((ITEMS, ROWS), (16, 16))
+    weights = random_tensor((layout.num_elements,), torch.float32, 0)
+    target = targets_of(ROWS, ITEMS, 5)
+    tables = JointUpdate(weights.clone(), BagOptimizer("sgd", layout, learning_rate=1.0, device=place.device))
+    dense = [of.clone().requires_grad_() for of in layout.views(weights)]
+    losses = []
+    for of, sparse in ((dense, False), ([tables.table(number, backend=place.backend) for number in range(2)], True)):
+        of_users, of_items = (
+            sampled_linear_cross_entropy(
+                hidden, of[0], target, draw_of(), sparse=sparse, memory_budget=24 * 16 * 4, reduction="sum", backend=place.backend
+            )
+            for hidden in (of[1], of[0][:ROWS])
+        )
+        losses.append(of_users + of_items)
+    gradients = torch.autograd.grad(losses[0], dense)
+    taught(tables, losses[1], waits=waits)
+    for before, after, gradient in zip(layout.views(weights), layout.views(tables.weights), gradients, strict=True):
+        torch.testing.assert_close(before - after, gradient, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("budget", "again"), [(None, 0), (ITEMS * WIDTH * 4, 0), (BUDGET, 19)])
@@ -246,7 +304,10 @@ def test_lookups_of_the_rows_are_in_the_same_update(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(place: Place, unchecked: None, dtype: torch.dtype, waits: bool) -> None:
     """Hidden states and the table are rounded as for the losses, and sums are not."""
-    hidden, weight = inputs_of(ROWS, ITEMS, 16, torch.float32, 3)
+    if INTERPRETED and dtype == torch.bfloat16 and place.backend == "triton":
+        pytest.skip("the interpreter cuts what it rounds to bfloat16")
+    # Logits of several units, which are other ones where weights are not rounded.
+    hidden, weight = (5 * of for of in inputs_of(ROWS, ITEMS, 16, torch.float32, 3))
     target = targets_of(ROWS, ITEMS, 5)
     tables = tables_of(weight)
     with torch.autocast(place.device.type, dtype=dtype):
@@ -259,7 +320,8 @@ def test_autocast(place: Place, unchecked: None, dtype: torch.dtype, waits: bool
     sampled_linear_cross_entropy(*exact, target, draw_of(), backend="torch").backward()
     assert exact[1].grad is not None
     error = ((weight - rows_of(tables)) - exact[1].grad).norm() / exact[1].grad.norm()
-    assert error < torch.finfo(dtype).eps, f"error {error:.2e}"
+    # Without rounded weights it is 1e-4 (float16) and 1e-3.
+    assert error < 3e-5, f"error {error:.2e}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -305,9 +367,11 @@ def test_under_checkpointing(place: Place, unchecked: None, use_reentrant: bool,
 def test_what_is_not_finite_changes_nothing(place: Place, unchecked: None, what: str) -> None:
     hidden, weight = inputs_of(6, ITEMS, WIDTH, torch.float32, 3)
     target = targets_of(6, ITEMS, 5, ignored=0.3)
-    # What stands in a row that does not count is nobody's.
+    # What stands in a row that does not count is nobody's, nor in one whose target is no item.
     hidden[target == -100] = torch.nan
-    is_one = (target != -100).nonzero()[0, 0]
+    is_one, no_item = (target != -100).nonzero()[:2, 0]
+    target[no_item], hidden[no_item] = ITEMS + 3, torch.nan
+    weights = (target < ITEMS).float()
     for is_bad in (False, True):
         given_, table_of = hidden.clone(), weight.clone()
         if is_bad and what == "hidden":
@@ -318,9 +382,9 @@ def test_what_is_not_finite_changes_nothing(place: Place, unchecked: None, what:
         tables.holds = True
         loss = sampled_linear_cross_entropy(
             given_.requires_grad_(), tables.table(backend=place.backend), target, draw_of(), sparse=True, memory_budget=BUDGET,
-            backend=place.backend,
+            reduction="none", backend=place.backend,
         )  # fmt: skip
-        (loss * (torch.nan if is_bad and what == "gradient" else 1)).backward()
+        (torch.where(weights > 0, loss, 0).sum() * (torch.nan if is_bad and what == "gradient" else 1)).backward()
         assert bool(tables.is_finite()) == (not is_bad or what == "scale")
         scale = torch.tensor(torch.nan if is_bad and what == "scale" else 1.0, device=place.device)
         assert bool(tables.step(scale)) == (not is_bad)

@@ -39,9 +39,9 @@ class Call(NamedTuple):
     shares: bool
 
 
-def call_of(x: Inputs, o: Options) -> Call:
-    """Return a call as kernels read it."""
-    hidden, weight = aligned(x.hidden), aligned(x.weight)
+def call_of(x: Inputs, o: Options, *, aligns_weight: bool = True) -> Call:
+    """Return a call as kernels read it; its weights may be left to whoever reads a part of them."""
+    hidden, weight = aligned(x.hidden), aligned(x.weight) if aligns_weight else x.weight
     num_rows, width = hidden.shape
     num_items = weight.shape[0]
     offset = math.log(o.num_negatives)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from jagged.ops._shared.launch import Launcher
-from jagged.ops._shared.matrices import inverse_scale_of
+from jagged.ops._shared.matrices import aligned, inverse_scale_of
 from jagged.ops._shared.room import zeros_with_room
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.sampled_cross_entropy.spec import num_touched
@@ -78,7 +78,8 @@ def weight_gradient(c: Call, lists: Lists | None, rows: Rows | None, slopes: Slo
     per_unit = rows_of_parts(c) if c.shares else 1
     parts = cdiv(per_draw, per_unit)
     num_units = cdiv(num_rows, per_draw) * parts if c.shares else num_rows
-    units = min(num_units, _units_at_once(c, per_unit, beside_table=o.is_sparse))
+    # Ranges share a gradient of the whole table.
+    units = min(num_units, _units_at_once(c, per_unit, TABLE_BYTES * width * c.num_items if o.is_sparse else 0))
     is_whole = units == num_units
     most_touched = num_touched(x, o) if o.is_sparse else 0
     # An update of the table adds the gradients of its lookups to it, of as many rows where all that is scored was looked up.
@@ -127,16 +128,19 @@ class Slices:
     """The gradient of some items' weights at a time, by entries of all items that are sorted once. Each row is a unit.
 
     Args:
-        c: of rows that draw for themselves.
+        c: of rows that draw for themselves, with weights as they are.
         slopes: of its rows.
+        width: of the weights.
+        room: bytes of gradients that there are at a time, None for all.
     """
 
-    def __init__(self, c: Call, slopes: Slopes) -> None:
-        self._c, self._slopes = c, slopes
-        self._ranges = list(self._sorted())
+    def __init__(self, c: Call, slopes: Slopes, width: int, room: int | None) -> None:
+        self._c, self._slopes, self._width = c, slopes, width
+        whole = TABLE_BYTES * c.width * c.num_items
+        self._ranges = list(self._sorted(_units_at_once(c, 1, whole if room is None else min(room, whole))))
 
-    def _sorted(self) -> Iterator[Sorted]:
-        c, step = self._c, _units_at_once(self._c, 1, beside_table=True)
+    def _sorted(self, step: int) -> Iterator[Sorted]:
+        c = self._c
         for first in range(0, c.num_rows, step):
             last = min(first + step, c.num_rows)
             span = Range(first, last - first, 1, first, last)
@@ -146,30 +150,40 @@ class Slices:
             yield Sorted(span, None, entries.to(torch.int32), offsets)
             del keys, entries
 
-    def __call__(self, first: int, last: int, behind: int) -> Tensor:
+    def gradient(self, first: int, last: int, behind: int) -> Tensor:
         """Return that of the items from `first` to before `last`, `[last - first, width]`, with room for `behind` numbers."""
         c = self._c
-        weight = c.x.weight[first:last]
-        of_slice = c._replace(x=c.x._replace(weight=weight), num_items=last - first)
+        weight = aligned(c.x.weight[first:last])
+        of_slice = c._replace(x=c.x._replace(weight=weight), num_items=last - first, weight_stride=weight.stride(0))
         gradient = zeros_with_room(last - first, c.width, cdiv(behind, c.width), torch.float32, weight.device)
         for one in self._ranges:
             of_items = one._replace(offsets=one.offsets[first : last + 1])
             adds = len(self._ranges) > 1
             _add_entries(of_slice, self._slopes, of_items, None, None, gradient, first_item=first, adds=adds)
-        return gradient
+        return narrowed(gradient, self._width)
+
+    def named(self, first: int, last: int) -> Tensor:
+        """Return which of them have entries, `[last - first]` bool."""
+        found = torch.zeros(last - first, dtype=torch.bool, device=self._slopes.share.device)
+        for one in self._ranges:
+            found |= one.offsets[first : last + 1].diff() > 0
+        return found
 
 
-def _units_at_once(c: Call, per_unit: int, *, beside_table: bool) -> int:
+def narrowed(matrix: Tensor, width: int) -> Tensor:
+    """Return a matrix of the kernels' width without the columns that only fill it up."""
+    return matrix if matrix.shape[1] == width else matrix[:, :width].contiguous()
+
+
+def _units_at_once(c: Call, per_unit: int, shared_bytes: int) -> int:
     """Return how many units' entries are sorted at once: at least one's.
 
-    `beside_table` says that ranges share a gradient of the whole table, or of its slices: they are not worth it for less than
-    that takes, while 32 bits count the entries.
+    `shared_bytes` are of the gradients that all ranges add to: ranges are not worth it for less than these take, while 32 bits
+    count the entries.
     """
-    count, per_item = c.o.num_negatives, TABLE_BYTES * c.width
+    count = c.o.num_negatives
     unit_bytes = (count + per_unit) * ENTRY_BYTES + (4 * c.width * count if c.shares else 0)
-    most_bytes = ENTRY_BYTES_AT_MOST
-    if beside_table:
-        most_bytes = max(most_bytes, min(per_item * c.num_items, (2**31 - 1) // (count + per_unit) * unit_bytes))
+    most_bytes = max(ENTRY_BYTES_AT_MOST, min(shared_bytes, (2**31 - 1) // (count + per_unit) * unit_bytes))
     return max(1, most_bytes // unit_bytes)
 
 

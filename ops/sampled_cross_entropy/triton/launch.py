@@ -16,7 +16,7 @@ from jagged.ops.sampled_cross_entropy.spec import Inputs, Options, Outputs, Pair
 from jagged.ops.sampled_cross_entropy.triton.backward import sampled_backward_rows_kernel, sampled_pairs_kernel
 from jagged.ops.sampled_cross_entropy.triton.call import Call, call_of
 from jagged.ops.sampled_cross_entropy.triton.configurations import RowConfiguration, row_configuration
-from jagged.ops.sampled_cross_entropy.triton.entries import Slices, Slopes, weight_gradient
+from jagged.ops.sampled_cross_entropy.triton.entries import Slices, Slopes, narrowed, weight_gradient
 from jagged.ops.sampled_cross_entropy.triton.forward import sampled_forward_rows_kernel
 from jagged.ops.sampled_cross_entropy.triton.shared_draws import block_directions, block_results, draw_lists, prepare_rows
 
@@ -43,12 +43,12 @@ def forward(x: Inputs, o: Options) -> Outputs:
         block_results(c, lists, out)
         if o.with_direction:
             direction = block_directions(c, lists, prepare_rows(c, lists, out)).sum(0)
-            out = out._replace(direction=_narrowed(direction, width))
+            out = out._replace(direction=narrowed(direction, width))
         return out
     if o.with_direction and c.width != width:
         out = out._replace(direction=torch.empty(num_rows, c.width, dtype=torch.float32, device=device))
     _forward_rows(c, out, out.direction if o.with_direction else None, None)
-    return out._replace(direction=_narrowed(out.direction, width)) if o.with_direction else out
+    return out._replace(direction=narrowed(out.direction, width)) if o.with_direction else out
 
 
 def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
     slopes = _slopes_of_rows(c, grad_loss, grads.lse, out, found.get("hidden"), direction, parts, stride)
     if "weight" in wanted:
         found |= weight_gradient(c, lists, rows, slopes, wanted["weight"])
-        found["weight"] = _narrowed(found["weight"], width)
+        found["weight"] = narrowed(found["weight"], width)
     return found
 
 
@@ -107,14 +107,10 @@ def pairs(x: PairsInputs, o: Options) -> Pairs:
     return found
 
 
-def slices(x: PairsInputs, o: Options) -> Callable[[int, int, int], Tensor]:
+def slices(x: PairsInputs, o: Options, room: int | None) -> Slices:
     """Return what makes the gradient of some items' weights; see the PyTorch implementation."""
-    width = x.weight.shape[1]
-    if x.target.shape[0] == 0:
-        return lambda first, last, _: torch.zeros(last - first, width, dtype=torch.float32, device=x.hidden.device)
-    c = call_of(inputs_of(x), o)
-    of_width = Slices(c, _slopes_of(c, x))
-    return of_width if c.width == width else lambda first, last, behind: _narrowed(of_width(first, last, 0), width)
+    c = call_of(inputs_of(x), o, aligns_weight=False)
+    return Slices(c, _slopes_of(c, x), x.weight.shape[1], room)
 
 
 def _slopes_of(c: Call, x: PairsInputs) -> Slopes:
@@ -168,8 +164,3 @@ def _forward_launch(
         _launch_forward_rows, KIND=kind, LOSS=loss, IS_CORRECTED=is_corrected, IS_INSIDE=is_inside, MASK_HITS=mask_hits,
         RENORMALISE=renormalise, WIDTH=width, BLOCK_J=tile.negatives, BLOCK_D=tile.columns, num_warps=tile.num_warps,
     )  # fmt: skip
-
-
-def _narrowed(matrix: Tensor, width: int) -> Tensor:
-    """Return a matrix of the kernels' width without the columns that only fill it up."""
-    return matrix if matrix.shape[1] == width else matrix[:, :width].contiguous()
