@@ -58,7 +58,7 @@ from jagged.ops import (
     seat_rows,
 )
 from jagged.ops.layer_norm import layer_norm
-from jagged.ops.sampled_cross_entropy.apart import with_weights_apart
+from jagged.ops.sampled_cross_entropy.apart import ItemSlices, with_weights_apart
 from jagged.ops.sampled_cross_entropy.spec import Inputs, Options
 from tests.places import PLACE
 from tests.strategies import Jagged, jagged_of, random_tensor
@@ -193,7 +193,7 @@ def sampled_cross_entropy(batch: Jagged, dtype: torch.dtype, width: int) -> Step
         )
         # What of the weights' gradient is in factors, an update would take.
         x, o = Inputs(hidden[:some], weight, target[:some], seed=seed), Options("uniform", 9, 1, is_corrected=True)
-        third, _ = with_weights_apart(x, o, PLACE.backend, lambda _: None)
+        third, _ = with_weights_apart(x, o, PLACE.backend, lambda made: ItemSlices(made, o, None, PLACE.backend)(3, 21, width))
         return [first, lse, second, third]
 
     return Step(forward, _leaves(dtype, (batch.total, width), (items, width)))
