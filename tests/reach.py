@@ -2,12 +2,14 @@
 
 Read from the sources: imports, also inside of functions, and names of modules in strings, by which operators find their
 implementations. `import jagged.ops` loads the declarations of every operator, and kernels of none, so what is only loaded with
-a package on the way is told from what is used: of a module that is used also its functions may run, and load more.
+a package on the way is told from what is used: of a module that is used also its functions may run, and load more. So of a file
+that is only loaded what stands in functions changes nothing.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -107,8 +109,11 @@ def follow(root: Path, name: str, is_used: bool) -> tuple[tuple[str, bool], ...]
     return tuple(found)
 
 
-def reached(root: Path, test: Path, also: Iterable[Path] = ()) -> set[Path]:
-    """Return the files that a test file, and others with it, can load by whatever way, and the files of data that tests name."""
+def reached(root: Path, test: Path, also: Iterable[Path] = ()) -> dict[Path, bool]:
+    """Return the files that a test file, and others with it, can load by whatever way, and the files of data that tests name.
+
+    By file whether it is used; else it is only loaded.
+    """
     conftests = [path for folder in test.parents if (path := folder / "conftest.py").is_file() and folder.is_relative_to(root)]
     todo = [(module_of(root, path), True) for path in (test, *conftests, *also)]
     done: set[tuple[str, bool]] = set()
@@ -117,10 +122,28 @@ def reached(root: Path, test: Path, also: Iterable[Path] = ()) -> set[Path]:
         if step not in done:
             done.add(step)
             todo += follow(root, *step)
-    files = {path for name, _ in done if (path := file_of(root, name))}
+    files: dict[Path, bool] = {}
+    for name, is_used in done:
+        if path := file_of(root, name):
+            files[path] = is_used or files.get(path, False)
     # The module that keeps account names no data, but what it writes.
     tests = [path for path in files if path.is_relative_to(root / "tests") and path.name != "proven.py"]
-    return files.union(*(data_of(root, path) for path in tests))
+    return files | dict.fromkeys((data for path in tests for data in data_of(root, path)), True)
+
+
+def digest(path: Path, is_used: bool) -> str:
+    """Return a hash of a file, or of all of it that loading it runs: what stands in its functions is left out."""
+    text = path.read_bytes()
+    if not is_used and path.suffix == ".py":
+        lines: list[bytes | None] = list(text.splitlines(keepends=True))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                first, last = node.body[0], node.body[-1]
+                # A body beside its head stays, and so do decorators and defaults.
+                if first.lineno > node.lineno and first.col_offset >= node.col_offset:
+                    lines[first.lineno - 1 : last.end_lineno] = [None] * ((last.end_lineno or 0) - first.lineno + 1)
+        text = b"".join(line for line in lines if line is not None)
+    return hashlib.sha256(text).hexdigest()
 
 
 @cache

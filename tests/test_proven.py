@@ -144,6 +144,45 @@ def test_one_byte_changes_the_files_that_reach_it(tree: Path, changed: str, reac
 
 
 @pytest.mark.parametrize(
+    ("text", "reaching"),
+    [
+        # In functions, whatever is around them, it counts where they may run.
+        ("def b():\n    import jagged.ops.b.kernels\n    return 1\n", ["test_all", "test_b"]),
+        ("def b():\n    import jagged.ops.b.kernels  # so\n", ["test_all", "test_b"]),
+        ("def b(of=1):\n    import jagged.ops.b.kernels\n", ["test_a", "test_a_aot", "test_all", "test_b"]),
+        ("@print\ndef b():\n    import jagged.ops.b.kernels\n", ["test_a", "test_a_aot", "test_all", "test_b"]),
+        ("def b(): import jagged.ops.b.kernels\n", ["test_a", "test_a_aot", "test_all", "test_b"]),
+        ("def b():\n    import jagged.ops.b.kernels\n\n\nb()\n", ["test_a", "test_a_aot", "test_all", "test_b"]),
+    ],
+)
+def test_what_stands_in_functions_of_others_changes_nothing(tree: Path, text: str, reaching: list[str]) -> None:
+    before = fingerprints(tree)
+    # It ends with an empty line.
+    (tree / "jagged/ops/b/spec.py").write_text(f"{text}\n")
+    after = fingerprints(tree)
+    assert [Path(name).stem for name in before if after[name] != before[name]] == reaching
+
+
+def test_a_digest_of_what_is_loaded_is_without_functions(tmp_path: Path) -> None:
+    path = tmp_path / "of.py"
+    path.write_text(
+        "A = 1\n\n\nclass B:\n    c = 2\n\n    @property\n    def d(\n        self, e=3,\n    ):\n        def f():\n"
+        "            return 4\n\n        return f()\n\n    g = 5\n\nasync def h(): return 6\n"
+    )
+    whole, loaded = (reach.digest(path, is_used) for is_used in (True, False))
+    for old, new, changes in (
+        ("A = 1", "A = 7", True), ("c = 2", "c = 7", True), ("@property", "@cache", True), ("e=3", "e=7", True),
+        ("return 4", "return 7", False), ("return f()", "return 7", False), ("g = 5", "g = 7", True),
+        ("return 6", "return 7", True),
+    ):  # fmt: skip
+        text = path.read_text()
+        path.write_text(text.replace(old, new))
+        assert (reach.digest(path, False) != loaded) == changes, old
+        assert reach.digest(path, True) != whole
+        path.write_text(text)
+
+
+@pytest.mark.parametrize(
     ("changed", "reaching"),
     [
         ("jagged/runs.py", ["test_joined"]),
