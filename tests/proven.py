@@ -1,9 +1,9 @@
 """Tests that need not run again: those of files of which nothing changed since all of their tests passed.
 
 `tests/proven.json` maps files of tests to a fingerprint of what they had when they passed: the files of this repository that they
-reach, of those that are only loaded without what stands in functions, and the versions of what they run on. `pytest
---proven=skip` leaves out the files whose fingerprint is still the same, `--proven=run` runs them too; both write down what passed
-and strike what failed. Without the option every test runs, and nothing is written.
+use, and the versions of what they run on. `pytest --proven=skip` leaves out the files whose fingerprint is still the same,
+`--proven=run` runs them too; both write down what passed and strike what failed. Without the option every test runs, and nothing
+is written.
 
 Left out can be the tests of operators, modules, the data path and benchmarks, which stand on few files each, and those of models
 and training, which stand on all of the product but the operators that it has no use for. The tests that see the product as its
@@ -12,7 +12,6 @@ users do, from the command line, runs and pages, run whenever tests run.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import sys
@@ -47,22 +46,23 @@ def fingerprints(root: Path, place: str) -> dict[str, str]:
     """Return by file of tests a hash of all that its tests depend on."""
     settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["pytest"]
     common = [json.dumps(settings), str(sys.version_info[:2]), *(f"{name} {metadata.version(name)}" for name in RUN_ON)]
-    digest = functools.cache(reach.digest)
+    hashed: dict[Path, str] = {}
     found = {}
     for test in files_of(root, place):
-        reached = sorted(reached_by(root, test).items())
-        parts = [*common, *(f"{path.relative_to(root)} {digest(path, is_used)}" for path, is_used in reached)]
+        reached = sorted(reached_by(root, test))
+        hashed |= {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in reached if path not in hashed}
+        parts = [*common, *(f"{path.relative_to(root)} {hashed[path]}" for path in reached)]
         found[str(test.relative_to(root))] = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     return found
 
 
-def reached_by(root: Path, test: Path) -> dict[Path, bool]:
-    """Return the files that the tests of a file can load, or start in another process; by file whether it is used."""
+def reached_by(root: Path, test: Path) -> set[Path]:
+    """Return the files that the tests of a file can use, or start in another process."""
     if str(test.parent.relative_to(root)) not in JOINED:
-        return reach.reached(root, test)
+        return reach.used(root, test)
     # No link is followed: operators and modules, which are linked, are reached where they are used.
     product = [path for path in (root / "jagged").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    return reach.reached(root, test, [path for path in product if path.suffix == ".py"]) | dict.fromkeys(product, True)
+    return reach.used(root, test, [path for path in product if path.suffix == ".py"]).union(product)
 
 
 def files_of(root: Path, place: str) -> list[Path]:

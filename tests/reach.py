@@ -1,15 +1,14 @@
-"""Which files of this repository the tests of a file can load.
+"""Which files of this repository the tests of a file can use.
 
 Read from the sources: imports, also inside of functions, and names of modules in strings, by which operators find their
 implementations. `import jagged.ops` loads the declarations of every operator, and kernels of none, so what is only loaded with
-a package on the way is told from what is used: of a module that is used also its functions may run, and load more. So of a file
-that is only loaded what stands in functions changes nothing.
+a package on the way is told from what is used: of a module that is used also its functions may run, and load more. What is only
+loaded changes nothing but whether it loads, which tests that always run see.
 """
 
 from __future__ import annotations
 
 import ast
-import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ class Source:
     """What a file names: modules and names of theirs, and strings, by which modules are imported too."""
 
     loads: list[str] = field(default_factory=list)  # by importing it
+    calls: list[str] = field(default_factory=list)  # while it is imported: what these return stays
     uses: list[str] = field(default_factory=list)  # also inside of functions, and of some modules only these names
     origins: dict[str, str] = field(default_factory=dict)
     strings: list[str] = field(default_factory=list)
@@ -36,9 +36,14 @@ def read(path: Path, package: str) -> Source:
     # Of a module that is asked for names alone, as in `ops.jagged_softmax`, these are used, not all that it has.
     asked: dict[str, set[str]] = {}
     whole: set[str] = set()
+    called: list[tuple[str, str]] = []
 
     def visit(node: ast.AST, is_loaded: bool) -> None:
         names: dict[str, str] = {}
+        if is_loaded and isinstance(node, ast.Call):
+            of, name = (node.func.value, node.func.attr) if isinstance(node.func, ast.Attribute) else (node.func, "")
+            if isinstance(of, ast.Name):
+                called.append((of.id, name))
         if isinstance(node, ast.Name):
             whole.add(node.id)
             return
@@ -64,6 +69,7 @@ def read(path: Path, package: str) -> Source:
                 visit(child, is_loaded)
 
     visit(ast.parse(path.read_bytes()), True)
+    source.calls = [f"{source.origins[name]}.{of}".rstrip(".") for name, of in called if name in source.origins]
     for name in source.origins.keys() & asked.keys() - whole:
         origin = source.origins[name]
         source.uses = [use for use in source.uses if use != origin] + [f"{origin}.{of}" for of in sorted(asked[name])]
@@ -97,6 +103,7 @@ def follow(root: Path, name: str, is_used: bool) -> tuple[tuple[str, bool], ...]
         origin = source.origins.get(parts[len(known)]) if is_package else None
         return (*found, (known[-1], False), (origin, is_used)) if origin else (*found, (known[-1], is_used))
     found += [(load, False) for load in source.loads]
+    found += [(call, True) for call in source.calls]
     if is_used:
         found += [(use, True) for use in source.uses]
         for module, dot in (match for text in source.strings for match in NAMED.findall(text)):
@@ -109,11 +116,21 @@ def follow(root: Path, name: str, is_used: bool) -> tuple[tuple[str, bool], ...]
     return tuple(found)
 
 
-def reached(root: Path, test: Path, also: Iterable[Path] = ()) -> dict[Path, bool]:
-    """Return the files that a test file, and others with it, can load by whatever way, and the files of data that tests name.
+def loaded(root: Path, test: Path, also: Iterable[Path] = ()) -> set[Path]:
+    """Return the files that a test file, and others with it, can load by whatever way."""
+    return {path for name, _ in _followed(root, test, also) if (path := file_of(root, name))}
 
-    By file whether it is used; else it is only loaded.
-    """
+
+def used(root: Path, test: Path, also: Iterable[Path] = ()) -> set[Path]:
+    """Return those of which more may run than what loading them does, and the files of data that tests name."""
+    files = {path for name, is_used in _followed(root, test, also) if is_used and (path := file_of(root, name))}
+    # What keeps account changes no test, and names no data but what it writes.
+    files -= {root / "tests" / name for name in ("proven.py", "reach.py")}
+    return files.union(*(data_of(root, path) for path in files if path.is_relative_to(root / "tests")))
+
+
+def _followed(root: Path, test: Path, also: Iterable[Path]) -> set[tuple[str, bool]]:
+    """Return modules and names, each whether it is used or only loaded."""
     conftests = [path for folder in test.parents if (path := folder / "conftest.py").is_file() and folder.is_relative_to(root)]
     todo = [(module_of(root, path), True) for path in (test, *conftests, *also)]
     done: set[tuple[str, bool]] = set()
@@ -122,28 +139,7 @@ def reached(root: Path, test: Path, also: Iterable[Path] = ()) -> dict[Path, boo
         if step not in done:
             done.add(step)
             todo += follow(root, *step)
-    files: dict[Path, bool] = {}
-    for name, is_used in done:
-        if path := file_of(root, name):
-            files[path] = is_used or files.get(path, False)
-    # The module that keeps account names no data, but what it writes.
-    tests = [path for path in files if path.is_relative_to(root / "tests") and path.name != "proven.py"]
-    return files | dict.fromkeys((data for path in tests for data in data_of(root, path)), True)
-
-
-def digest(path: Path, is_used: bool) -> str:
-    """Return a hash of a file, or of all of it that loading it runs: what stands in its functions is left out."""
-    text = path.read_bytes()
-    if not is_used and path.suffix == ".py":
-        lines: list[bytes | None] = list(text.splitlines(keepends=True))
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                first, last = node.body[0], node.body[-1]
-                # A body beside its head stays, and so do decorators and defaults.
-                if first.lineno > node.lineno and first.col_offset >= node.col_offset:
-                    lines[first.lineno - 1 : last.end_lineno] = [None] * ((last.end_lineno or 0) - first.lineno + 1)
-        text = b"".join(line for line in lines if line is not None)
-    return hashlib.sha256(text).hexdigest()
+    return done
 
 
 @cache

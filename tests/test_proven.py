@@ -124,9 +124,11 @@ def fingerprints(tree: Path, place: str = "interpret") -> dict[str, str]:
         ("jagged/ops/a/kernels.py", ["test_a", "test_a_aot", "test_all"]),
         ("jagged/ops/a/tiles.py", ["test_a", "test_a_aot", "test_all"]),
         ("jagged/ops/b/kernels.py", ["test_all", "test_b"]),
-        # What every import of the package loads.
-        ("jagged/ops/b/spec.py", ["test_a", "test_a_aot", "test_all", "test_b"]),
-        ("jagged/ops/shared.py", ["test_a", "test_a_aot", "test_all", "test_b"]),
+        # Every import of the package loads it, but only these use it.
+        ("jagged/ops/b/spec.py", ["test_all", "test_b"]),
+        ("jagged/ops/shared.py", ["test_all"]),
+        ("jagged/ops/__init__.py", ["test_all"]),
+        ("tests/reach.py", []),
         ("tests/helper.py", ["test_a", "test_a_aot", "test_all", "test_b"]),
         ("tests/answers.txt", ["test_b"]),
         ("tests/ops/test_b.py", ["test_b"]),
@@ -144,50 +146,12 @@ def test_one_byte_changes_the_files_that_reach_it(tree: Path, changed: str, reac
 
 
 @pytest.mark.parametrize(
-    ("text", "reaching"),
-    [
-        # In functions, whatever is around them, it counts where they may run.
-        ("def b():\n    import jagged.ops.b.kernels\n    return 1\n", ["test_all", "test_b"]),
-        ("def b():\n    import jagged.ops.b.kernels  # so\n", ["test_all", "test_b"]),
-        ("def b(of=1):\n    import jagged.ops.b.kernels\n", ["test_a", "test_a_aot", "test_all", "test_b"]),
-        ("@print\ndef b():\n    import jagged.ops.b.kernels\n", ["test_a", "test_a_aot", "test_all", "test_b"]),
-        ("def b(): import jagged.ops.b.kernels\n", ["test_a", "test_a_aot", "test_all", "test_b"]),
-        ("def b():\n    import jagged.ops.b.kernels\n\n\nb()\n", ["test_a", "test_a_aot", "test_all", "test_b"]),
-    ],
-)
-def test_what_stands_in_functions_of_others_changes_nothing(tree: Path, text: str, reaching: list[str]) -> None:
-    before = fingerprints(tree)
-    # It ends with an empty line.
-    (tree / "jagged/ops/b/spec.py").write_text(f"{text}\n")
-    after = fingerprints(tree)
-    assert [Path(name).stem for name in before if after[name] != before[name]] == reaching
-
-
-def test_a_digest_of_what_is_loaded_is_without_functions(tmp_path: Path) -> None:
-    path = tmp_path / "of.py"
-    path.write_text(
-        "A = 1\n\n\nclass B:\n    c = 2\n\n    @property\n    def d(\n        self, e=3,\n    ):\n        def f():\n"
-        "            return 4\n\n        return f()\n\n    g = 5\n\nasync def h(): return 6\n"
-    )
-    whole, loaded = (reach.digest(path, is_used) for is_used in (True, False))
-    for old, new, changes in (
-        ("A = 1", "A = 7", True), ("c = 2", "c = 7", True), ("@property", "@cache", True), ("e=3", "e=7", True),
-        ("return 4", "return 7", False), ("return f()", "return 7", False), ("g = 5", "g = 7", True),
-        ("return 6", "return 7", True),
-    ):  # fmt: skip
-        text = path.read_text()
-        path.write_text(text.replace(old, new))
-        assert (reach.digest(path, False) != loaded) == changes, old
-        assert reach.digest(path, True) != whole
-        path.write_text(text)
-
-
-@pytest.mark.parametrize(
     ("changed", "reaching"),
     [
         ("jagged/runs.py", ["test_joined"]),
         ("jagged/sample.csv", ["test_joined"]),
-        ("jagged/ops/shared.py", ["test_joined", "test_on_its_own"]),
+        ("jagged/ops/b/spec.py", ["test_joined", "test_on_its_own"]),
+        ("jagged/ops/shared.py", []),
         ("jagged/ops/b/kernels.py", ["test_joined", "test_on_its_own"]),
         # Nothing of the product uses it.
         ("jagged/ops/a/kernels.py", []),
@@ -353,18 +317,68 @@ def test_the_files_that_a_test_reaches_hold_all_that_it_loads() -> None:
     paths = {path for place in proven.PLACES for path in proven.files_of(ROOT, place)}
     joined = sorted(str(path.relative_to(ROOT)) for path in paths if str(path.parent.relative_to(ROOT)) in proven.JOINED)
     others = sorted({str(path.relative_to(ROOT)) for path in paths}.difference(joined))
-    product = sorted(reach.module_of(ROOT, path) for path in (ROOT / "jagged").rglob("*.py") if path.name != "__main__.py")
+    product_files = [path for path in (ROOT / "jagged").rglob("*.py") if path.name != "__main__.py"]
+    product = sorted(reach.module_of(ROOT, path) for path in product_files)
     # What joins parts stands on all of the product, which may be there before.
     loaded = loaded_by(others, ["jagged.ops", "tests.conftest"]) | loaded_by(joined, [*product, "tests.conftest"])
     for test, files in loaded.items():
-        reached = {str(path.resolve()) for path in proven.reached_by(ROOT, ROOT / test)}
+        of_product = product_files if test in joined else []
+        followed = {str(path.resolve()) for path in reach.loaded(ROOT, ROOT / test, of_product)}
         assert str(ROOT.resolve() / test) in files
-        assert not set(files) - reached, test
+        assert not set(files) - followed, test
+
+
+RUNNING = """
+import inspect, json, os, sys
+import pytest
+
+ran = set()
+
+
+class Watched:
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item):
+        def see(frame, event, _):
+            if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+                ran.add(frame.f_code.co_filename)
+
+        sys.setprofile(see)
+        try:
+            return (yield)
+        finally:
+            sys.setprofile(None)
+
+
+code = pytest.main(["-q", "-p", "no:cacheprovider", "--tb=short", *sys.argv[1:]], [Watched()])
+root = os.getcwd() + "/"
+ours = {os.path.realpath(path) for path in ran if path.startswith(root) and "site-packages" not in path}
+print("\\n" + json.dumps([int(code), sorted(ours)]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("test", "of"),
+    [
+        ("tests/ops/test_softmax.py", "test_strided_offsets or test_messages or test_opcheck"),
+        ("tests/ops/test_sampled_pairs.py", "test_two_heads or test_low_precision or test_under_checkpointing"),
+        ("tests/modules/test_heads.py", "test_messages or test_excluded or test_shown"),
+    ],
+)
+def test_what_runs_in_a_test_is_used(test: str, of: str) -> None:
+    """In functions: what stands in the others, of files that are only loaded, is left out of fingerprints."""
+    command = [sys.executable, "-c", RUNNING, test, "-k", of]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    code, ran = json.loads(done.stdout.splitlines()[-1])
+    assert code == 0, done.stdout
+    used = {os.path.realpath(path) for path in proven.reached_by(ROOT, ROOT / test)}
+    left_out = {os.path.realpath(ROOT / "tests" / name) for name in ("proven.py", "reach.py")}
+    assert len(ran) > 5
+    assert not set(ran) - used - left_out
 
 
 def test_kernels_of_one_family_leave_the_tests_of_another_alone() -> None:
     def names(test: str) -> set[str]:
-        return {str(path.relative_to(ROOT)) for path in reach.reached(ROOT, ROOT / "tests" / "ops" / test)}
+        return {str(path.relative_to(ROOT)) for path in reach.used(ROOT, ROOT / "tests" / "ops" / test)}
 
     softmax, attention = "jagged/ops/softmax/kernels.py", "jagged/ops/attention/triton/forward.py"
     assert softmax in names("test_softmax.py") & names("test_softmax_aot.py") & names("test_depth.py")
