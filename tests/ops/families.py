@@ -59,7 +59,7 @@ from jagged.ops import (
 )
 from jagged.ops.layer_norm import layer_norm
 from jagged.ops.sampled_cross_entropy.apart import ItemSlices, with_weights_apart
-from jagged.ops.sampled_cross_entropy.spec import Inputs, Options
+from jagged.ops.sampled_cross_entropy.spec import Inputs, Options, PairsInputs
 from tests.places import PLACE
 from tests.strategies import Jagged, jagged_of, random_tensor
 
@@ -191,9 +191,14 @@ def sampled_cross_entropy(batch: Jagged, dtype: torch.dtype, width: int) -> Step
         second = sampled_linear_cross_entropy(
             hidden, weight, target, shared, loss="bce", exclude=lists, reduction="none", backend=PLACE.backend
         )
-        # What of the weights' gradient is in factors, an update would take.
+
+        # Of the weights' gradient an update would take factors, or slices, which no compiled graph makes.
+        def made_by_update(given: PairsInputs) -> None:
+            if not torch.compiler.is_compiling():
+                ItemSlices(given, o, None, PLACE.backend)(3, 21, width)
+
         x, o = Inputs(hidden[:some], weight, target[:some], seed=seed), Options("uniform", 9, 1, is_corrected=True)
-        third, _ = with_weights_apart(x, o, PLACE.backend, lambda made: ItemSlices(made, o, None, PLACE.backend)(3, 21, width))
+        third, _ = with_weights_apart(x, o, PLACE.backend, made_by_update)
         return [first, lse, second, third]
 
     return Step(forward, _leaves(dtype, (batch.total, width), (items, width)))
