@@ -59,7 +59,7 @@ from jagged.ops import (
 )
 from jagged.ops.layer_norm import layer_norm
 from jagged.ops.sampled_cross_entropy.apart import ItemSlices, with_weights_apart
-from jagged.ops.sampled_cross_entropy.spec import Inputs, Options, PairsInputs
+from jagged.ops.sampled_cross_entropy.spec import SAMPLED_PAIRS, Inputs, Options, PairsInputs
 from tests.places import PLACE
 from tests.strategies import Jagged, jagged_of, random_tensor
 
@@ -194,6 +194,7 @@ def sampled_cross_entropy(batch: Jagged, dtype: torch.dtype, width: int) -> Step
 
         # Of the weights' gradient an update would take factors, or slices, which no compiled graph makes.
         def made_by_update(given: PairsInputs) -> None:
+            SAMPLED_PAIRS(given, o, PLACE.backend)
             if not torch.compiler.is_compiling():
                 ItemSlices(given, o, None, PLACE.backend)(3, 21, width)
 
