@@ -126,7 +126,7 @@ def measure(case: Case, optimizer: str, processes: Processes, graphs: bool | Non
 
 
 def attempted(case: Case, optimizer: str, processes: Processes, graphs: bool | None = None) -> dict[str, Any]:
-    """What was measured, or why nothing was; leaves no memory behind."""
+    """What was measured, or why nothing was."""
     try:
         return measure(case, optimizer, processes, graphs)
     except torch.OutOfMemoryError as error:

@@ -384,6 +384,10 @@ def test_messages() -> None:
             "sparse: a head whose items are split over processes does not know it; leave it out, or keep all items",
         ),
         (
+            lambda: SampledCrossEntropyHead(UniformSampler(5, 2), memory_budget=8, split=split),
+            "memory_budget: a head whose items are split over processes does not know it; leave it out, or keep all items",
+        ),
+        (
             lambda: SampledCrossEntropyHead(UniformSampler(6, 2), split=of_six)(
                 hidden, torch.zeros(6, DIM), ids, exclude=(ids.values(), torch.tensor([0, 1, 2, 3]))
             ),

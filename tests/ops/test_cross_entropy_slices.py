@@ -454,26 +454,37 @@ def test_a_table_that_has_changed_is_refused(place: Place) -> None:
     assert tables.optimizer.step == 0
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_hidden_states_that_are_a_table(place: Place, waits: bool) -> None:
-    """The update, which reads them, writes to another table first, or to other rows of the same one."""
+def check_tables_as_hidden_states(place: Place, loss: Callable[[Tensor, Tensor, bool], Tensor], *, waits: bool) -> None:
+    """The update, which reads hidden states, writes to another table first, or to other rows of the same one.
+
+    The loss is of them, of a table, and whether its gradient is the update's.
+    """
     layout = BagLayout((ITEMS, ROWS), (16, 16))
     weights = random_tensor((layout.num_elements,), torch.float32, 0)
     tables = JointUpdate(weights.clone(), BagOptimizer("sgd", layout, learning_rate=1.0, device=place.device))
     dense = [of.clone().requires_grad_() for of in layout.views(weights)]
     losses = []
-    for of in (dense, [tables.table(number, backend=place.backend) for number in range(2)]):
-        of_users, of_items = (
-            linear_cross_entropy(
-                hidden, of[0], targets_of(ROWS, ITEMS), memory_budget=24 * 16 * 4, reduction="sum", backend=place.backend
-            )
-            for hidden in (of[1], of[0][:ROWS])
-        )
-        losses.append(of_users + of_items)
+    for of, is_of_update in ((dense, False), ([tables.table(number, backend=place.backend) for number in range(2)], True)):
+        losses.append(sum(loss(hidden, of[0], is_of_update) for hidden in (of[1], of[0][:ROWS])))
     gradients = torch.autograd.grad(losses[0], dense)
-    taught(tables, losses[1], waits=waits)
+    tables.holds = waits
+    losses[1].backward()
+    if waits:
+        tables.norm()
+        assert tables._kept
+        assert tables.step()
     for before, after, gradient in zip(layout.views(weights), layout.views(tables.weights), gradients, strict=True):
         torch.testing.assert_close(before - after, gradient, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_hidden_states_that_are_a_table(place: Place, waits: bool) -> None:
+    def loss(hidden: Tensor, table: Tensor, _: bool) -> Tensor:
+        return linear_cross_entropy(
+            hidden, table, targets_of(ROWS, ITEMS), memory_budget=24 * 16 * 4, reduction="sum", backend=place.backend
+        )
+
+    check_tables_as_hidden_states(place, loss, waits=waits)
 
 
 def test_targets_that_have_changed_are_refused(place: Place) -> None:

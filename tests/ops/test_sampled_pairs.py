@@ -50,11 +50,8 @@ def both(place: Place, inputs: list[Tensor], call: Any) -> tuple[Tensor, Tensor,
     return of_hidden, of_weight, tables
 
 
-@pytest.mark.parametrize("rows_per_draw", [1, 3])
-@pytest.mark.parametrize(("kind", "options"), CASES, ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else x)
-def test_rows_move_by_the_dense_gradient(
-    place: Place, unchecked: None, kind: str, options: dict[str, Any], rows_per_draw: int
-) -> None:
+def loss_of_case(place: Place, kind: str, options: dict[str, Any], rows_per_draw: int, **more: Any) -> tuple[list[Tensor], Any]:
+    """Return hidden states and a table, and of these two, and whether gradients are sparse, a loss with lists and weights."""
     inputs = inputs_of(13, ITEMS, WIDTH, torch.float32, 3)
     target = targets_of(13, ITEMS, 5, ignored=0.2)
     negatives = negatives_of(kind, target, 7, ITEMS, 7, rows_per_draw)
@@ -68,11 +65,20 @@ def test_rows_move_by_the_dense_gradient(
     def call(hidden: Tensor, table: Tensor, sparse: bool) -> Tensor:
         found = sampled_linear_cross_entropy(
             hidden, table, target, negatives.given, exclude=jagged(lists_of(13, ITEMS, 9)), sample_weight=weights,
-            sparse=sparse, return_lse=lse_too, backend=place.backend, **arguments, **options,
+            sparse=sparse, return_lse=lse_too, backend=place.backend, **arguments, **options, **more,
         )  # fmt: skip
         # The log-sum-exp has a gradient of its own.
         return found[0] + (found[1] * weights).sum() if lse_too else found
 
+    return inputs, call
+
+
+@pytest.mark.parametrize("rows_per_draw", [1, 3])
+@pytest.mark.parametrize(("kind", "options"), CASES, ids=lambda x: "-".join(map(str, x.values())) if isinstance(x, dict) else x)
+def test_rows_move_by_the_dense_gradient(
+    place: Place, unchecked: None, kind: str, options: dict[str, Any], rows_per_draw: int
+) -> None:
+    inputs, call = loss_of_case(place, kind, options, rows_per_draw)
     _, dense, tables = both(place, inputs, call)
     moved = inputs[1] - rows_of(tables)
     torch.testing.assert_close(moved, dense, rtol=1e-4, atol=2e-6)

@@ -20,9 +20,9 @@ from jagged.ops.sampled_cross_entropy import api
 from jagged.ops.sampled_cross_entropy.apart import ItemSlices
 from jagged.ops.sampled_cross_entropy.triton import entries
 from tests.graphs import captured
-from tests.ops.test_cross_entropy_slices import Largest
-from tests.ops.test_sampled_cross_entropy import inputs_of, jagged, lists_of, negatives_of, targets_of
-from tests.ops.test_sampled_pairs import CASES, rows_of, tables_of
+from tests.ops.test_cross_entropy_slices import Largest, check_tables_as_hidden_states
+from tests.ops.test_sampled_cross_entropy import inputs_of, negatives_of, targets_of
+from tests.ops.test_sampled_pairs import CASES, loss_of_case, rows_of, tables_of
 from tests.places import PLACE, Place
 from tests.strategies import random_tensor
 
@@ -70,24 +70,7 @@ def taught(tables: JointUpdate, loss: Tensor, *, waits: bool) -> None:
 def test_rows_move_by_the_dense_gradient(
     place: Place, unchecked: None, kind: str, options: dict[str, Any], rows_per_draw: int, waits: bool, made: list[Any]
 ) -> None:
-    inputs = inputs_of(ROWS, ITEMS, WIDTH, torch.float32, 3)
-    target = targets_of(ROWS, ITEMS, 5, ignored=0.2)
-    negatives = negatives_of(kind, target, 7, ITEMS, 7, rows_per_draw)
-    weights = torch.rand(ROWS, generator=torch.Generator().manual_seed(1)).to(place.device)
-    known = {"both": ("negative_log_q", "target_log_q"), "negatives": ("negative_log_q",)}.get(
-        options.get("correction", "none"), ()
-    )
-    arguments = {name: value for name, value in negatives.arguments.items() if name in known}
-    lse_too = options.get("loss", "softmax") in ("softmax", "refined")
-
-    def call(hidden: Tensor, table: Tensor, sparse: bool) -> Tensor:
-        found = sampled_linear_cross_entropy(
-            hidden, table, target, negatives.given, exclude=jagged(lists_of(ROWS, ITEMS, 9)), sample_weight=weights,
-            sparse=sparse, memory_budget=BUDGET, return_lse=lse_too, backend=place.backend, **arguments, **options,
-        )  # fmt: skip
-        # The log-sum-exp has a gradient of its own.
-        return found[0] + (found[1] * weights).sum() if lse_too else found
-
+    inputs, call = loss_of_case(place, kind, options, rows_per_draw, memory_budget=BUDGET)
     hidden, weight = (x.detach().clone().requires_grad_() for x in inputs)
     of_hidden, dense = torch.autograd.grad(call(hidden, weight, False), [hidden, weight])
     tables = tables_of(inputs[1])
@@ -179,25 +162,13 @@ def test_rows_that_nobody_names_stay(
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_hidden_states_that_are_a_table(place: Place, unchecked: None, waits: bool) -> None:
-    """The update, which reads them, writes to another table first, or to other rows of the same one."""
-    layout = BagLayout((ITEMS, ROWS), (16, 16))
-    weights = random_tensor((layout.num_elements,), torch.float32, 0)
-    target = targets_of(ROWS, ITEMS, 5)
-    tables = JointUpdate(weights.clone(), BagOptimizer("sgd", layout, learning_rate=1.0, device=place.device))
-    dense = [of.clone().requires_grad_() for of in layout.views(weights)]
-    losses = []
-    for of, sparse in ((dense, False), ([tables.table(number, backend=place.backend) for number in range(2)], True)):
-        of_users, of_items = (
-            sampled_linear_cross_entropy(
-                hidden, of[0], target, draw_of(), sparse=sparse, memory_budget=24 * 16 * 4, reduction="sum", backend=place.backend
-            )
-            for hidden in (of[1], of[0][:ROWS])
-        )
-        losses.append(of_users + of_items)
-    gradients = torch.autograd.grad(losses[0], dense)
-    taught(tables, losses[1], waits=waits)
-    for before, after, gradient in zip(layout.views(weights), layout.views(tables.weights), gradients, strict=True):
-        torch.testing.assert_close(before - after, gradient, rtol=1e-4, atol=1e-5)
+    def loss(hidden: Tensor, table: Tensor, is_of_update: bool) -> Tensor:
+        return sampled_linear_cross_entropy(
+            hidden, table, targets_of(ROWS, ITEMS, 5), draw_of(), sparse=is_of_update, memory_budget=24 * 16 * 4, reduction="sum",
+            backend=place.backend,
+        )  # fmt: skip
+
+    check_tables_as_hidden_states(place, loss, waits=waits)
 
 
 @pytest.mark.parametrize(("budget", "again"), [(None, 0), (ITEMS * WIDTH * 4, 0), (BUDGET, 19)])
