@@ -22,6 +22,7 @@ from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.validators import Number
 
 from jagged import __version__, versions
+from jagged.allocator import use_expandable_segments
 from jagged.config import (
     ConfigError,
     choices,
@@ -107,6 +108,7 @@ def main() -> None:
     with the signal's code.
     """
     words = sys.argv[1:]
+    use_expandable_segments()
     try:
         code = app(words, exit_on_error=False, print_error=False) or 0
     except CycloptsError as error:

@@ -186,14 +186,19 @@ def test_ratios_are_to_the_best_of_the_others() -> None:
         "jagged": side(300, 4),
         "jagged_clipped": side(290, 4),
         "jagged_launches": side(400, 5),
+        "jagged_recompute": side(225, 3),
+        "jagged_recompute_launches": side(200, 2),
         "sharded": side(100, 10),
         "fused": side(150, 20),
     }
     row["loader"] = {"samples_per_second": 270.0, "alone": 900.0, "workers": 8}
     found = ratios(row, ["sharded", "fused"])
-    assert found == pytest.approx({"loader": 0.1, "speed": 2.0, "memory": 0.4})
+    assert found == pytest.approx({"loader": 0.1, "speed": 2.0, "memory": 0.4, "speed_recompute": 1.5, "memory_recompute": 0.3})
     said = line_of("case", row | {"ratios": found}, ["sharded", "fused"])
-    assert "speed 2.000 (at least 2.0); memory 0.400 (at most 0.5)" in said.replace("loader 0.100 (at most 0.05); ", "")
+    assert said.endswith(
+        "loader 0.100 (at most 0.05); speed 2.000 (at least 2.0); memory 0.400 (at most 0.5); "
+        "speed_recompute 1.500 (at least 2.0); memory_recompute 0.300 (at most 0.5)"
+    )
     row["fused"] = {"failed": "OutOfMemoryError: no"}
     assert ratios(row, ["sharded", "fused"])["speed"] == 3.0
     assert "fused failed: OutOfMemoryError: no" in line_of("case", row | {"ratios": {}}, ["sharded", "fused"])
@@ -234,7 +239,7 @@ def test_what_fails_has_its_reason_and_the_rest_is_kept(monkeypatch: pytest.Monk
     assert max(agreement["sharded"], agreement["unfused"]) < 1e-5
     (row,) = results["steps"].values()
     assert row["unfused"] == {"failed": "OutOfMemoryError: no memory"}
-    assert row["ratios"].keys() == {"speed", "loader"}
+    assert row["ratios"].keys() == {"speed", "loader", "speed_recompute"}
     assert row["jagged"]["samples_per_second"]["median"] > 0
     (curve,) = results["losses"].values()
     assert curve["beside"] == "sharded"

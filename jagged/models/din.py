@@ -71,6 +71,7 @@ class DIN(RequestModel):
         layer_sizes: the first is the width of the linear layer where request and candidate meet, the others those of each
             tower's hidden layers.
         dropout: probability, in towers.
+        recompute: as of `RankingModel`.
         **common: `table_dims`, `tasks`, `conditional`, `implied`, `loss`, `focal_gamma`, `focal_alpha`, `negative_rate` and
             `label_means` of `RequestModel`.
         device: where parameters live; `"meta"` allocates nothing.
@@ -103,6 +104,7 @@ class DIN(RequestModel):
         activation: Activation = "silu",
         layer_sizes: Sequence[int] = (128, 64),
         dropout: float = 0.0,
+        recompute: bool = False,
         device: torch.device | str | None = None,
         **common: Any,
     ) -> None:
@@ -116,6 +118,7 @@ class DIN(RequestModel):
             "activation": activation,
             "layer_sizes": list(layer_sizes),
             "dropout": dropout,
+            "recompute": recompute,
         }
         super().__init__(
             inputs,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jagged.data import Kind
@@ -322,6 +323,7 @@ class HistoryEncoder(JaggedModule):
     Attributes:
         has_mean: whether there is a vector of the request.
         projection: of what events show, to vectors of width `embedding_dim`.
+        recompute: whether `encoded` encodes again in backward.
     """
 
     has_mean: ClassVar[bool] = True
@@ -337,6 +339,7 @@ class HistoryEncoder(JaggedModule):
     ) -> None:
         super().__init__()
         self.keys, self.is_gathered = list(keys), is_gathered
+        self.recompute, self._has_dropout = bool(config["recompute"]), config["dropout"] > 0
         self.projection = nn.Linear(in_features, config["embedding_dim"], device=device)
         self._build(config, has_candidates, device)
 
@@ -365,6 +368,24 @@ class HistoryEncoder(JaggedModule):
             The mean `[R, embedding_dim]`, where there is one, and what each candidate reads, `[S, embedding_dim]` or None.
         """
         raise NotImplementedError
+
+    def encoded(self, x: JaggedTensor, queries: JaggedTensor | None, *others: Any) -> tuple[Tensor | None, Tensor | None]:
+        """Call it; with `recompute` nothing but the events and queries stays for backward, which calls it again.
+
+        A compiled step keeps what its compiler chooses.
+        """
+        if not self.recompute or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return cast("tuple[Tensor | None, Tensor | None]", self(x, queries, *others))
+
+        def again(events: Tensor, candidates: Tensor | None) -> Any:
+            of_candidates = None if queries is None or candidates is None else with_values(queries, candidates)
+            return self(with_values(x, events), of_candidates, *others)
+
+        # A captured graph may not look at the random state.
+        draws = self.training and self._has_dropout
+        rows = None if queries is None else queries.values()
+        found = checkpoint(again, x.values(), rows, use_reentrant=False, preserve_rng_state=draws)
+        return cast("tuple[Tensor | None, Tensor | None]", found)
 
 
 class History(HistoryEncoder):

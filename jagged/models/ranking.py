@@ -45,6 +45,8 @@ class RankingModel(RequestModel):
         layer_sizes: the first is the width of the linear layer where request and candidate meet, the others those of each
             tower's hidden layers.
         dropout: probability, in blocks and towers.
+        recompute: encode histories again in the backward pass, one after the other, instead of keeping what it needs of all of
+            them: less memory for more time, and the same gradients. A compiled step keeps what its compiler chooses.
         experts: what stands between that layer and the towers: `"mmoe"` (`MMoE`), `"ple"` (`PLE`), or None.
         num_experts: of `"mmoe"` all, of `"ple"` those of each task and the shared ones.
         expert_sizes: widths of an expert's layers.
@@ -57,7 +59,8 @@ class RankingModel(RequestModel):
         A `Batch` in; a `TaskOutput` out with `[S]` logits by label. Where negatives are drawn the one task is "next".
 
     Raises:
-        ValueError: as `RequestModel`; `cross="dot"` of several widths, another `cross` or `experts`, or no layer.
+        ValueError: as `RequestModel`; `cross="dot"` of several widths, another `cross` or `experts`, or no layer;
+            `recompute` without a history.
 
     Source:
         Target attention in place of a fixed vector: Zhou et al., Deep Interest Network for Click-Through Rate Prediction, KDD
@@ -94,6 +97,7 @@ class RankingModel(RequestModel):
         expert_sizes: Sequence[int] = (64,),
         expert_layers: int = 1,
         dropout: float = 0.0,
+        recompute: bool = False,
         device: torch.device | str | None = None,
         **common: Any,
     ) -> None:
@@ -110,6 +114,7 @@ class RankingModel(RequestModel):
             "num_heads": num_heads, "max_history": max_history, "num_time_buckets": num_time_buckets,
             "layer_sizes": list(layer_sizes), "experts": experts, "num_experts": num_experts,
             "expert_sizes": list(expert_sizes), "expert_layers": expert_layers, "dropout": dropout,
+            "recompute": recompute,
         }  # fmt: skip
         super().__init__(
             inputs,

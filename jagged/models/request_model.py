@@ -437,6 +437,10 @@ class _Scorer(JaggedModule):
         self._places = {name: list(inputs.labels).index(name) for name in self.tasks}
         self.slices: tuple[str, ...] = ()
         self.negative_rate = 1.0
+        if config.get("recompute") and not inputs.histories:
+            raise ValueError(
+                "recompute: got True of inputs without a history, expected False; histories are what is encoded again"
+            )
         self._root = _root(self.tasks, self.conditional)
         self._collection = collections_of(inputs, widths)
         dim = config["embedding_dim"]
@@ -553,7 +557,8 @@ class _Scorer(JaggedModule):
             shown, times, weights = self._shown(batch, ids, bags) if history.is_gathered else (ids[0], None, None)
             # On a CPU nobody waits for what offsets say.
             known = None if shown.values().is_cpu else batch.pairs
-            mean, read = history(shown, queries, times, weights, None if known is None else known[history.keys[0]])
+            num_pairs = None if known is None else known[history.keys[0]]
+            mean, read = history.encoded(shown, queries, times, weights, num_pairs)
             # The ids stand first in what is shown, so that nothing is kept for their means that is not kept anyway.
             widths = [one.values().shape[1] for one in ids]
             requests += weighted_mean(self.mean, shown, weights)[:, : sum(widths)].split(widths, 1)

@@ -18,6 +18,7 @@ from jagged.data.moving import moved
 from jagged.data.negatives import Drawing
 from jagged.evaluation import event_features, item_table, takes_times
 from jagged.models import NextItemTask, RequestModel
+from jagged.models.features import HistoryEncoder
 from jagged.modules import MixedSampler, SampledCrossEntropyHead
 from jagged.modules.trained_tables import TrainedTables
 from jagged.ops.embedding_bag.slices import SLICES_OF_ROOM
@@ -225,7 +226,7 @@ def forecast_requests(
         range(min(_PROBE_SAMPLES, len(rows), of.batch_size)), max_history=config.data.max_history, **config.data.drawing()
     )
     probed = max(1, int(rows[: len(probe)].sum()))
-    kept = _kept_bytes(task, probe.to(device), config.precision, device) / probed
+    kept = _kept_of_requests(cast(RequestModel, task), probe.to(device), config.precision, device) / probed
     weights = _Weights.of(task, of, processes, most)
     # Each graph keeps the gradients of what it looks up, and the first step of one runs beside those that there are.
     held = int(_GRAPHS * most * _lookup_bytes(cast(RequestModel, task), probe) / probed) if graphs else 0
@@ -434,6 +435,20 @@ def _kept_bytes(task: nn.Module, batch: Any, precision: str, device: torch.devic
     for part in cached:
         part.stop_updating()
     return sum(kept.values())
+
+
+def _kept_of_requests(task: RequestModel, batch: Batch, precision: str, device: torch.device) -> int:
+    """The same; where histories are encoded again, with all that they show and what the largest one needs."""
+    kept = _kept_bytes(task, batch, precision, device)
+    again = [part for part in task.modules() if isinstance(part, HistoryEncoder) and part.recompute]
+    alone, shown = [], []
+    for history in again:
+        history.recompute = False
+        hook = history.register_forward_pre_hook(lambda _, given: shown.append(given[0].values().nbytes))
+        alone.append(_kept_bytes(task, batch, precision, device) - kept)
+        hook.remove()
+        history.recompute = True
+    return kept + sum(shown) + max(alone, default=0)
 
 
 def _is_weight_copy(tensor: Tensor, task: nn.Module) -> bool:

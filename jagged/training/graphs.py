@@ -61,6 +61,9 @@ def _hindrance(config: TrainerConfig, task: nn.Module, processes: Processes) -> 
         return f"the frozen table {min(frozen)}", "tables that all learn"
     if table_names(task) and not updates_rows(task, config, 1):
         return f"table_optimizer {config.table_optimizer}", "one that updates row by row"
+    if task.config.get("recompute") and task.config["dropout"] > 0:
+        # A step that is computed again draws by the random state that it had, at which a capture may not look.
+        return f"recompute and dropout {task.config['dropout']:g}", "one of both"
     # Not all sizes of a step are known of its batch.
     if "pairwise" in task.losses.values():
         return "the loss pairwise", "binary, focal or listwise"

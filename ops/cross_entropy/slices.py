@@ -27,14 +27,14 @@ class WeightSlices:
     Attributes:
         row_bytes: of an item's gradient.
         room: bytes that slices may take.
+        unchanged: what it is made of, but for the table, of which the update knows.
     """
 
     def __init__(self, x: GradientInputs, o: Options, backend: str | None) -> None:
         self._x, self._o, self._backend = x, o, backend
         self.row_bytes = x.weight.shape[1] * max(4, x.weight.element_size())
         self.room = o.memory_budget
-        # What becomes of the table the update knows.
-        self._unchanged = Unchanged({name: of for name, of in x._asdict().items() if name != "weight"})
+        self.unchanged = Unchanged({name: of for name, of in x._asdict().items() if name != "weight"})
 
     def __call__(self, first: int, last: int, behind: int) -> Tensor:
         """Return the gradient of the items from `first` to before `last`, `[last - first, D]`, at least float32.
@@ -63,14 +63,6 @@ class WeightSlices:
 
     def named(self, first: int, last: int) -> None:
         """All items have a gradient."""
-
-    def check(self) -> None:
-        """Refuse what it is made of, where that has been written to since.
-
-        Raises:
-            RuntimeError: with its name.
-        """
-        self._unchanged.check()
 
     def is_finite(self) -> Tensor:
         """Return whether the rows that count have finite hidden states, log-sum-exps and gradients: `[]` bool."""

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from jagged.ops._shared.backends import resolve_backend
 from jagged.ops._shared.copies import DeviceCopy
+from jagged.ops._shared.finite import all_finite
 from jagged.ops._shared.room import joined
 from jagged.ops.embedding_bag.api import prepared
 from jagged.ops.embedding_bag.fields import BATCH, OfBatch
@@ -233,7 +234,7 @@ class JointUpdate:
             self._finite = torch.isfinite(self._squares)
         if self._finite is None:
             lookups = [call.lookups for call in self._held if isinstance(call, _Call)]
-            found = [torch.isfinite(x).all() for of in lookups for x in (of.grad, of.per_sample_weights) if x is not None]
+            found = [all_finite(x) for of in lookups for x in (of.grad, of.per_sample_weights) if x is not None]
             found += [of.source.is_finite() for of in self._held if isinstance(of, Slices)]
             self._finite = torch.stack(found).all() if found else torch.ones((), dtype=torch.bool, device=self.weights.device)
         return self._finite
@@ -372,7 +373,7 @@ class JointUpdate:
                 "for all losses"
             )
         for of in slices:
-            of.source.check()
+            of.source.unchanged.check()
         entries = None
         for call in lookups:
             layout = _all_features((call.layout,))

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from jagged.ops._shared.versions import Unchanged
 from jagged.ops.embedding_bag.fields import BATCH, FEATURE
 from jagged.ops.embedding_bag.layout import BagLayout
 from jagged.ops.embedding_bag.spec import WeightsInputs
@@ -18,10 +19,17 @@ SLICES_OF_ROOM = 8
 
 
 class Source(Protocol):
-    """The gradient of a table, `[rows, width]`, by slices: the bytes of a row, and those that there is room for, None for all."""
+    """The gradient of a table, `[rows, width]`, by slices.
+
+    Attributes:
+        row_bytes: of a row.
+        room: bytes that there is room for; None for all.
+        unchanged: what it is made of, which nobody may write to.
+    """
 
     row_bytes: int
     room: int | None
+    unchanged: Unchanged
 
     def __call__(self, first: int, last: int, behind: int) -> Tensor:
         """Return that of the rows from `first` to before `last`, in float32 or float64.
@@ -34,9 +42,6 @@ class Source(Protocol):
 
     def is_finite(self) -> Tensor:
         """Return whether what it is made of is finite: `[]` bool on the device."""
-
-    def check(self) -> None:
-        """Refuse what it is made of, where that has been written to since, by a RuntimeError."""
 
     def anew(self) -> Source:
         """Return the same without what it has found out about its tensors, which may have other numbers now."""
@@ -100,7 +105,7 @@ def slices_of(
             last = min(first + step, rows[number])
             gradient = kept.pop((number, first), None)
             if gradient is None:
-                # Of a part the room behind would be larger than a copy of it is dear.
+                # A slice is copied behind the lookups of its rows: room behind each would take more than the copy does.
                 gradient = sources[0](first, last, behind if left is None else 0)
                 for source in sources[1:]:
                     gradient += source(first, last, 0)

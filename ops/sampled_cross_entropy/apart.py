@@ -89,6 +89,7 @@ class ItemSlices:
     Attributes:
         row_bytes: of an item's gradient.
         room: bytes that slices may take; None for as many as they need.
+        unchanged: what it is made of, but for the table, of which the update knows.
     """
 
     def __init__(self, x: PairsInputs, o: Options, room: int | None, backend: str | None) -> None:
@@ -96,8 +97,7 @@ class ItemSlices:
         self.row_bytes = x.weight.shape[1] * loss_dtype(x.hidden.dtype).itemsize
         self.room = room
         self._made: MadeSlices | None = None
-        # What becomes of the table the update knows.
-        self._unchanged = Unchanged({name: of for name, of in x._asdict().items() if name != "weight"})
+        self.unchanged = Unchanged({name: of for name, of in x._asdict().items() if name != "weight"})
 
     def __call__(self, first: int, last: int, behind: int) -> Tensor:
         """Return the gradient of the items from `first` to before `last`, `[last - first, D]`, at least float32.
@@ -125,14 +125,6 @@ class ItemSlices:
     def anew(self) -> ItemSlices:
         """Return the same with nothing sorted."""
         return ItemSlices(self._x, self._o, self.room, self._backend)
-
-    def check(self) -> None:
-        """Refuse what it is made of, where that has been written to since.
-
-        Raises:
-            RuntimeError: with its name.
-        """
-        self._unchanged.check()
 
     def is_finite(self) -> Tensor:
         """Return whether the rows that count have finite hidden states, losses and gradients: `[]` bool."""

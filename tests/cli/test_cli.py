@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -468,3 +469,27 @@ def test_the_version_is_printed() -> None:
     module = subprocess.run([sys.executable, "-m", "jagged", "--version"], capture_output=True, text=True, cwd=ROOT, check=True)
     assert module.stdout.strip() == package.__version__
     assert json.dumps(module.stderr) == '""'
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PyTorch has them on Linux alone")
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, ["expandable_segments:True", None]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, ["max_split_size_mb:64", None]),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, [None, "max_split_size_mb:64"]),
+    ],
+)
+def test_gpu_memory_lies_in_segments_that_grow(given: dict[str, str], found: list[str | None]) -> None:
+    """Unless the user says otherwise, and before torch is there."""
+    names = ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
+    program = (
+        "import atexit, json, os, sys\n"
+        f"atexit.register(lambda: print(json.dumps([*map(os.environ.get, {names}), 'torch' in sys.modules])))\n"
+        "from jagged.cli import main\nsys.argv = ['jagged', '--version']\nmain()"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True, env={**environment, **given}
+    ).stdout
+    assert json.loads(output.splitlines()[-1]) == [*found, False]

@@ -66,6 +66,7 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "lists": ((*LISTS, "genres"), {"history": "events"}, {"cross": "dot", "histories": []}),
     "lists as histories": (LISTS, {}, {"histories": ["tags", "liked"], "table_dims": {"tags": 4}, "cross": None}),
     "lists and events by dots": (LISTS, {"history": "events"}, {"histories": ["tags", "liked"], "cross": "dot", "num_layers": 2}),
+    "encoded again": ((*LISTS, "price"), {"history": "events"}, {"histories": ["liked"], "recompute": True}),
     "a list alone": (("time", "liked", "click"), {}, {"histories": ["liked"], "max_history": 2}),
     "shared lists": (
         (*LISTS, "genres", "similar", "styles"),
@@ -428,6 +429,9 @@ def test_options_that_do_not_fit_are_refused() -> None:
     )
     assert refused(*names, table_dims={"shop": 8}) == "table_dims: got the table 'shop', expected some of user, item"
     assert refused(*names, layer_sizes=[]) == "layer_sizes: expected the width of at least one layer, got none"
+    assert refused(*names, recompute=True) == (
+        "recompute: got True of inputs without a history, expected False; histories are what is encoded again"
+    )
     assert refused(*names, tasks=["like"]) == "tasks: got 'like', expected some of click, buy"
     assert refused(*names, tasks=[]) == "tasks: got [], expected some of click, buy"
     assert refused(*names, tasks=["buy", "buy"]) == "tasks: got ['buy', 'buy'], expected some of click, buy"
@@ -706,6 +710,35 @@ def test_checkpointing_computes_the_same_again(splits: dict[str, Split]) -> None
     assert len(found[0]) > 10
     for name, of in found[0].items():
         assert torch.equal(of, found[1][name]), name
+
+
+@pytest.mark.parametrize("name", ["lists and events by dots", "dlrm-hstu of lists and events", "din of lists and events"])
+def test_histories_that_are_encoded_again_have_the_same_gradients(splits: dict[str, Split], name: str) -> None:
+    """Loss and all gradients with dropout, of less than half of what a step keeps, in evaluation mode, too."""
+    found: list[dict[str, Tensor]] = []
+    kept = [0, 0]
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[recompute] += tensor.nbytes
+        return tensor
+
+    for recompute in (False, True):
+        split, model = of_variant(splits, name, dropout=0.3, recompute=recompute)
+        batch = split.train.gather(range(9))
+        of_modes = {}
+        for mode in (True, False):
+            torch.manual_seed(1)
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                loss = model.train(mode)(batch).loss
+            of_modes |= {f"{name} {mode}": of for name, of in {"loss": loss.detach(), **gradients(loss, model)}.items()}
+        found.append(of_modes)
+        with torch.no_grad():
+            assert torch.equal(model(batch).loss, found[0]["loss False"])
+    assert found[0].keys() == found[1].keys()
+    assert len(found[0]) > 20
+    for name, of in found[0].items():
+        assert torch.equal(of, found[1][name]), name
+    assert kept[1] < kept[0] / 2
 
 
 @every_variant

@@ -192,14 +192,17 @@ def sampled_cross_entropy(batch: Jagged, dtype: torch.dtype, width: int) -> Step
             hidden, weight, target, shared, loss="bce", exclude=lists, reduction="none", backend=PLACE.backend
         )
 
+        # Forward's: backward may come when another one is given.
+        backend = PLACE.backend
+
         # Of the weights' gradient an update would take factors, or slices, which no compiled graph makes.
         def made_by_update(given: PairsInputs) -> None:
-            SAMPLED_PAIRS(given, o, PLACE.backend)
+            SAMPLED_PAIRS(given, o, backend)
             if not torch.compiler.is_compiling():
-                ItemSlices(given, o, None, PLACE.backend)(3, 21, width)
+                ItemSlices(given, o, None, backend)(3, 21, width)
 
         x, o = Inputs(hidden[:some], weight, target[:some], seed=seed), Options("uniform", 9, 1, is_corrected=True)
-        third, _ = with_weights_apart(x, o, PLACE.backend, made_by_update)
+        third, _ = with_weights_apart(x, o, backend, made_by_update)
         return [first, lse, second, third]
 
     return Step(forward, _leaves(dtype, (batch.total, width), (items, width)))

@@ -17,7 +17,7 @@ from jagged.data.table_splits import Split
 from jagged.models import RankingModel
 from jagged.training.engine import Engine
 from jagged.training.filled import FilledRequests, RequestSizes, Sizes
-from jagged.training.forecast import _lookup_bytes
+from jagged.training.forecast import _kept_bytes, _kept_of_requests, _lookup_bytes
 from jagged.training.graphs import GraphedSteps
 from jagged.training.processes import process_group
 from tests.models.shops import shop
@@ -302,6 +302,31 @@ def test_the_forecast_counts_what_graphs_keep(monkeypatch: pytest.MonkeyPatch, t
     assert replayed.peak > launched.peak + launched.activations
 
 
+def test_the_forecast_of_histories_that_are_encoded_again(splits: dict[str, Split]) -> None:
+    """All that is kept but the smaller history's, and what both show."""
+    counted = []
+    for recompute in (False, True):
+        split, model = of_variant(splits, "lists and events by dots", recompute=recompute, histories=["liked"], num_layers=3)
+        batch = split.train.gather(range(20))
+        counted.append(_kept_of_requests(model, batch, "32-true", CPU))
+        if not recompute:
+            assert counted[0] == _kept_bytes(model, batch, "32-true", CPU)
+            continue
+        # As the model was before.
+        assert all(history.recompute for history in model.scorer.histories)
+        alone, bare = [], _kept_bytes(model, batch, "32-true", CPU)
+        for history in model.scorer.histories:
+            history.recompute = False
+            alone.append(_kept_bytes(model, batch, "32-true", CPU) - bare)
+            history.recompute = True
+        shown = 4 * 8 * (batch.features["liked"].values().numel() + 2 * batch.history_times.numel())
+        # What is shared by both is in neither alone.
+        assert counted[0] >= bare + sum(alone)
+        assert min(alone) > 0
+        assert bare + max(alone) < counted[1] <= bare + max(alone) + 2 * shown
+    assert counted[1] < counted[0]
+
+
 @pytest.mark.parametrize("name", ["everything", "no history", "weights"])
 def test_gradients_of_all_that_is_looked_up_are_counted(splits: dict[str, Split], name: str) -> None:
     split, model = of_variant(splits, name)
@@ -321,7 +346,9 @@ def test_gradients_of_all_that_is_looked_up_are_counted(splits: dict[str, Split]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", OPTIMIZERS, ids=lambda of: of["table_optimizer"])
-@pytest.mark.parametrize("name", ["everything", "everything by dots", "dlrm", "dcnv2", "wukong", "experts of tasks", "dlrm-hstu"])
+@pytest.mark.parametrize(
+    "name", ["everything", "everything by dots", "dlrm", "dcnv2", "wukong", "experts of tasks", "dlrm-hstu", "encoded again"]
+)
 def test_graphs_train_as_single_launches_do(name: str, options: dict[str, Any]) -> None:
     check_graphs(name, options)
 
