@@ -8,7 +8,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import check_samples, check_width, with_values
-from jagged.ops import row_positions, sample_of_row
+from jagged.ops import add_rows, row_positions, sample_of_row
 
 
 def positions_with_targets(offsets: Tensor, total: int, num_targets: int | Tensor | None, *, from_end: bool = False) -> Tensor:
@@ -106,7 +106,7 @@ class PositionalEncoding(JaggedModule):
         values = x.values()
         positions = positions_with_targets(x.offsets(), values.shape[0], num_targets, from_end=True)
         positions = positions.clamp(max=self.max_length - 1)
-        return with_values(x, values + nn.functional.embedding(positions, self.weight))
+        return with_values(x, add_rows(values, self.weight, positions))
 
 
 class TimeEncoding(JaggedModule):
@@ -160,4 +160,4 @@ class TimeEncoding(JaggedModule):
         between = (now[sample_of_row(offsets, values.shape[0])] - times).clamp(min=0).to(torch.float32)
         # The exponent and the first bit of the fraction of a float32 count half octaves; 1.0 is 254, and 0 has no bit.
         buckets = ((between.view(torch.int32) >> 22) - 253).clamp(0, self.num_buckets - 1)
-        return with_values(x, values + nn.functional.embedding(buckets, self.weight))
+        return with_values(x, add_rows(values, self.weight, buckets))
