@@ -85,7 +85,7 @@ class PositionalEncoding(JaggedModule):
         number or a tensor `[B]`, int32 or int64; None for no targets.
 
     Raises:
-        ValueError: `num_targets` of another shape, or negative.
+        ValueError: rows of another width, `num_targets` of another shape, or negative.
     """
 
     shown = ("max_length", "embedding_dim")
@@ -104,6 +104,7 @@ class PositionalEncoding(JaggedModule):
     def forward(self, x: JaggedTensor, num_targets: int | Tensor | None = None) -> JaggedTensor:
         """Add the positions' vectors."""
         values = x.values()
+        check_width("x", values, self.embedding_dim)
         positions = positions_with_targets(x.offsets(), values.shape[0], num_targets, from_end=True)
         positions = positions.clamp(max=self.max_length - 1)
         return with_values(x, add_rows(values, self.weight, positions))
