@@ -116,14 +116,14 @@ def add_rows(values: Tensor, table: Tensor, index: Tensor, *, backend: str | Non
     Args:
         values: `[N, D]`, float32, bfloat16, float16 or float64.
         table: `[R, D]`, of any of these dtypes.
-        index: `[N]`, int32 or int64, from 0 to R - 1: the row of the table for each of `values`. On a GPU unchecked wrong ones
-            count as rows of zeros, and get no gradient.
+        index: `[N]`, int32 or int64, from 0 to R - 1: the row of the table for each of `values`. Unchecked wrong ones, as on a
+            GPU, Triton counts as rows of zeros without a gradient; PyTorch fails at them.
         backend: `"torch"`, `"triton"`, or None to choose by device.
 
     Returns:
         `[N, D]` in the dtype that PyTorch's sum has: of bfloat16 and float32 that is float32. Autocast changes nothing. Sums are
-        computed in float32 at least. Gradients of any order, each in the dtype of its operand; a row of the table gets
-        the sum over the rows that it was added to, the same in every run.
+        computed in float32 at least. Gradients of any order, each in the dtype of its operand; a row of the table gets the sum
+        over the rows that it was added to, the same in every run.
 
     Raises:
         ValueError: wrong shapes or devices, an index of no row.
