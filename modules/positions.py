@@ -8,7 +8,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import check_samples, check_width, with_values
-from jagged.ops import row_positions, sample_of_row
+from jagged.ops import add_rows, row_positions, sample_of_row
 
 
 def positions_with_targets(offsets: Tensor, total: int, num_targets: int | Tensor | None, *, from_end: bool = False) -> Tensor:
@@ -85,7 +85,7 @@ class PositionalEncoding(JaggedModule):
         number or a tensor `[B]`, int32 or int64; None for no targets.
 
     Raises:
-        ValueError: `num_targets` of another shape, or negative.
+        ValueError: rows of another width, `num_targets` of another shape, or negative.
     """
 
     shown = ("max_length", "embedding_dim")
@@ -104,9 +104,10 @@ class PositionalEncoding(JaggedModule):
     def forward(self, x: JaggedTensor, num_targets: int | Tensor | None = None) -> JaggedTensor:
         """Add the positions' vectors."""
         values = x.values()
+        check_width("x", values, self.embedding_dim)
         positions = positions_with_targets(x.offsets(), values.shape[0], num_targets, from_end=True)
         positions = positions.clamp(max=self.max_length - 1)
-        return with_values(x, values + nn.functional.embedding(positions, self.weight))
+        return with_values(x, add_rows(values, self.weight, positions))
 
 
 class TimeEncoding(JaggedModule):
@@ -160,4 +161,4 @@ class TimeEncoding(JaggedModule):
         between = (now[sample_of_row(offsets, values.shape[0])] - times).clamp(min=0).to(torch.float32)
         # The exponent and the first bit of the fraction of a float32 count half octaves; 1.0 is 254, and 0 has no bit.
         buckets = ((between.view(torch.int32) >> 22) - 253).clamp(0, self.num_buckets - 1)
-        return with_values(x, values + nn.functional.embedding(buckets, self.weight))
+        return with_values(x, add_rows(values, self.weight, buckets))

@@ -33,6 +33,7 @@ from jagged.ops.cross_entropy import MEMORY_BUDGET, Strategy, StrategyName, line
 from jagged.ops.elementwise import (
     ACTIVATIONS,
     Activation,
+    add_rows,
     jagged_cross,
     jagged_dense_add,
     jagged_dense_mul,
@@ -95,6 +96,7 @@ __all__ = [
     "Strategy",
     "StrategyName",
     "Window",
+    "add_rows",
     "array_jagged_bmm_jagged_out",
     "catalogue_topk",
     "claim_rows",
@@ -147,6 +149,7 @@ __all__ = [
 
 # Functions of tensors, which a symbolic trace records as they are called.
 for _name in (
+    "add_rows",
     "array_jagged_bmm_jagged_out",
     "catalogue_topk",
     "dense_to_jagged",

@@ -5,9 +5,30 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from jagged.ops._shared.backends import resolve_backend
 from jagged.ops._shared.offsets import scan_pairs
-from jagged.ops._shared.validation import FLOATS, check_device, check_offsets, check_same, check_tensor, holds, resolve_total
-from jagged.ops.elementwise.spec import COMBINE, PAIRWISE_DIFFERENCE, Combination, Operands, Scores, Total
+from jagged.ops._shared.validation import (
+    FLOATS,
+    check_device,
+    check_offsets,
+    check_same,
+    check_tensor,
+    holds,
+    resolve_total,
+    validate_ids,
+    validation_is_on,
+)
+from jagged.ops.elementwise.spec import (
+    ADD_ROWS,
+    COMBINE,
+    PAIRWISE_DIFFERENCE,
+    Combination,
+    Lookups,
+    Nothing,
+    Operands,
+    Scores,
+    Total,
+)
 
 _NUMBERS = (*FLOATS, torch.int32, torch.int64)
 
@@ -84,6 +105,54 @@ def jagged_dense_mul(values: Tensor, offsets: Tensor, dense: Tensor, *, backend:
     """
     _check_dense(values, offsets, dense)
     return COMBINE(Operands(values, dense, offsets), Combination(values.shape[0], "mul"), backend).output
+
+
+def add_rows(values: Tensor, table: Tensor, index: Tensor, *, backend: str | None = None) -> Tensor:
+    """Add to each row a row of a table: `values[n] + table[index[n]]`, as learned positions and times are added.
+
+    It is `values + torch.nn.functional.embedding(index, table)`, and on a GPU one pass, which makes no copy of the table's rows
+    and takes two dtypes as they are. float64, and rows on a CPU, are PyTorch's.
+
+    Args:
+        values: `[N, D]`, float32, bfloat16, float16 or float64.
+        table: `[R, D]`, of any of these dtypes.
+        index: `[N]`, int32 or int64, from 0 to R - 1: the row of the table for each of `values`. Unchecked wrong ones, as on a
+            GPU, Triton counts as rows of zeros without a gradient; PyTorch fails at them.
+        backend: `"torch"`, `"triton"`, or None to choose by device.
+
+    Returns:
+        `[N, D]` in the dtype that PyTorch's sum has: of bfloat16 and float32 that is float32. Autocast changes nothing. Sums are
+        computed in float32 at least. Gradients of any order, each in the dtype of its operand; a row of the table gets the sum
+        over the rows that it was added to, the same in every run.
+
+    Raises:
+        ValueError: wrong shapes or devices, an index of no row.
+        TypeError: dtypes other than those above; float64 where Triton is asked for.
+
+    Example:
+        >>> import torch
+        >>> from jagged.ops import add_rows
+        >>> add_rows(torch.ones(3, 2), torch.tensor([[10.0, 20.0], [30.0, 40.0]]), torch.tensor([1, 0, 1]))
+        tensor([[31., 41.],
+                [11., 21.],
+                [31., 41.]])
+    """
+    check_tensor("values", values, "[N, D]", FLOATS)
+    check_tensor("table", table, "[R, D]", FLOATS)
+    check_device("table", table, "values", values)
+    if not holds(table.shape[1] == values.shape[1]):
+        raise ValueError(f"table: expected shape [R, {values.shape[1]}], as wide as values, got {list(table.shape)}")
+    check_tensor("index", index, "[N]", (torch.int32, torch.int64))
+    check_device("index", index, "values", values)
+    if not holds(index.shape[0] == values.shape[0]):
+        raise ValueError(f"index: expected shape [{values.shape[0]}], one for each row of values, got {list(index.shape)}")
+    if validation_is_on(index):
+        validate_ids(index, table.shape[0], name="index")
+    chosen = resolve_backend(backend, table if table.dtype == torch.float64 else values)
+    if backend is None and chosen == "torch":
+        # What every program knows, with derivatives of every kind.
+        return values + torch.nn.functional.embedding(index, table)
+    return ADD_ROWS(Lookups(values, table, index), Nothing(), chosen).output
 
 
 def jagged_pairwise_difference(

@@ -50,6 +50,7 @@ class Configuration(NamedTuple):
 CONFIGURATIONS = {
     "combine": Configuration(elements=8192, features=1024, rows=64, num_warps=8),
     "cross": Configuration(elements=4096, features=512, rows=64, num_warps=8),
+    "add_rows": Configuration(elements=4096, features=512, rows=64, num_warps=8),
     "to_rows": Configuration(elements=8192, features=1024, rows=64, num_warps=8),
     "sum_rows": Configuration(elements=2048, features=256, rows=64, num_warps=2, num_stages=3),
     "sum_parts": Configuration(elements=4096, features=64, rows=64, num_warps=4),

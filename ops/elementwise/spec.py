@@ -48,6 +48,21 @@ class Crossed(NamedTuple):
     residual: Differentiable | None
 
 
+class Lookups(NamedTuple):
+    """Rows `[N, D]`, None for zeros; a table `[R, D]`; and which of its rows is added to each, `[N]`."""
+
+    values: Differentiable | None
+    table: Differentiable
+    places: Tensor
+
+
+class Terms(NamedTuple):
+    """Rows `[N, D]`, and the row of a table that each belongs to, `[N]`."""
+
+    terms: Differentiable
+    places: Tensor
+
+
 class Scores(NamedTuple):
     """Scores `[S]`."""
 
@@ -87,6 +102,17 @@ class Crossing(NamedTuple):
     adds_factor: bool
 
 
+class Nothing(NamedTuple):
+    """No options."""
+
+
+class Table(NamedTuple):
+    """Rows of a table, and its dtype."""
+
+    num_rows: int
+    dtype: torch.dtype
+
+
 class Total(NamedTuple):
     """Pairs in all, or rows."""
 
@@ -105,10 +131,21 @@ class Collected(NamedTuple):
     collected: Tensor
 
 
+class Sums(NamedTuple):
+    """`[R, D]`."""
+
+    sums: Tensor
+
+
 class Result(NamedTuple):
     """`[total]`."""
 
     result: Tensor
+
+
+def sum_dtype(x: Lookups) -> torch.dtype:
+    """Return the dtype that PyTorch gives the sum of rows and rows of the table."""
+    return x.table.dtype if x.values is None else torch.promote_types(x.values.dtype, x.table.dtype)
 
 
 def _of_combine(
@@ -155,6 +192,21 @@ def _of_cross(
         if o.adds_factor:
             found["context"] = found["context"] + COLLECT(Factors(of_context, None, x.offsets), sums, backend).collected
     return found
+
+
+def _of_add_rows(
+    grads: Combined, x: Lookups, out: Any, o: Nothing, wanted: Mapping[str, torch.dtype], backend: str
+) -> dict[str, Tensor]:
+    found = {"values": grads.output}
+    if "table" in wanted:
+        found["table"] = INDEX_SUMS(Terms(grads.output, x.places), Table(x.table.shape[0], wanted["table"]), backend).sums
+    return found
+
+
+def _of_index_sums(
+    grads: Sums, x: Terms, out: Any, o: Table, wanted: Mapping[str, torch.dtype], backend: str
+) -> dict[str, Tensor]:
+    return {"terms": ADD_ROWS(Lookups(None, grads.sums, x.places), Nothing(), backend).output}
 
 
 def _of_difference(
@@ -215,6 +267,28 @@ CROSS = operator(
     gradient=_of_cross,
     saved=("values", "context", "own", "offsets"),
     promotes=("values", "context", "own", "residual"),
+)
+ADD_ROWS = operator(
+    "add_rows",
+    Lookups,
+    Nothing,
+    Combined,
+    shapes=lambda x, o: Combined(x.table.new_empty(x.places.shape[0], x.table.shape[1], dtype=sum_dtype(x))),
+    torch=f"{_TORCH}:add_rows",
+    triton="jagged.ops.elementwise.row_kernels:add_rows",
+    gradient=_of_add_rows,
+    saved=("places",),
+)
+INDEX_SUMS = operator(
+    "index_sums",
+    Terms,
+    Table,
+    Sums,
+    shapes=lambda x, o: Sums(x.terms.new_empty(o.num_rows, x.terms.shape[1], dtype=o.dtype)),
+    torch=f"{_TORCH}:index_sums",
+    triton="jagged.ops.elementwise.row_kernels:index_sums",
+    gradient=_of_index_sums,
+    saved=("places",),
 )
 # Where relu's output is positive its slope is one, so that the rows need not be kept.
 ACTIVATE = operator(

@@ -21,10 +21,16 @@ from jagged.ops.elementwise.spec import (
     Differences,
     Factors,
     Hidden,
+    Lookups,
+    Nothing,
     Operands,
     Result,
     Scores,
+    Sums,
+    Table,
+    Terms,
     Total,
+    sum_dtype,
 )
 
 
@@ -55,6 +61,20 @@ def cross(x: Crossed, o: Crossing) -> Combined:
         if residual is not None or o.adds_factor:
             output[:, part] += factor if residual is None else residual[:, part]
     return Combined(output)
+
+
+def add_rows(x: Lookups, o: Nothing) -> Combined:
+    """Add rows of a table, as a lookup finds them."""
+    rows = torch.nn.functional.embedding(x.places, x.table).to(sum_dtype(x))
+    return Combined(rows if x.values is None else rows.add_(x.values))
+
+
+def index_sums(x: Terms, o: Table) -> Sums:
+    """Sum the terms of each row, in float32 at least; those of -1 belong to none."""
+    if not x.terms.numel():
+        return Sums(x.terms.new_zeros(o.num_rows, x.terms.shape[1], dtype=o.dtype))
+    sums = torch.ops.aten.embedding_dense_backward(_accurate(x.terms), x.places, o.num_rows, -1, False)
+    return Sums(sums.to(o.dtype))
 
 
 def activate(x: Hidden, o: Activating) -> Combined:

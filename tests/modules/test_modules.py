@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -63,6 +64,13 @@ def test_positions_count_from_the_last_row(place: Place, batch: Jagged, max_leng
     ours = encoding(jagged(values, batch)).values()
     wanted = values + encoding.weight[torch.tensor(expected, dtype=torch.int64, device=place.device)]
     torch.testing.assert_close(ours, wanted, rtol=0, atol=0)
+
+
+def test_positions_take_rows_of_their_width(place: Place) -> None:
+    encoding, batch = PositionalEncoding(3, 4).to(place.device), jagged_of((2, 3))
+    message = "x: expected values [sum L, D] with D = 4, got [5, 1]; the module's width is set where it is built"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        encoding(jagged(torch.zeros(5, 1, device=place.device), batch))
 
 
 @settings(max_examples=30)

@@ -21,6 +21,7 @@ from jagged.ops import (
     BagSchedules,
     Draw,
     GroupSparseOptimizer,
+    add_rows,
     array_jagged_bmm_jagged_out,
     catalogue_topk,
     claim_rows,
@@ -271,6 +272,8 @@ def elementwise(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     # Enough for any lengths of 200 rows.
     total = max(sum(length**2 for length in batch.lengths), 200**2)
 
+    index = torch.arange(batch.total, device=PLACE.device) % max(batch.batch_size, 1)
+
     def forward(values: Tensor, rows: Tensor, dense: Tensor, weight: Tensor) -> list[Tensor]:
         added = jagged_dense_add(values, offsets, rows, backend=backend)
         multiplied = jagged_dense_mul(added, offsets, dense, backend=backend)
@@ -287,7 +290,8 @@ def elementwise(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
         # The operator rather than its function, which would take PyTorch where kernels are interpreted.
         starts = torch.ops.jagged.pair_offsets.default(offsets, offsets, backend)
         past_the_last = torch.arange(total, device=PLACE.device) >= starts[-1]
-        return [added, multiplied, elements, *hidden, crossed, pairs.masked_fill(past_the_last, 0)]
+        looked_up = add_rows(values, rows, index, backend=backend)
+        return [added, multiplied, elements, *hidden, crossed, looked_up, pairs.masked_fill(past_the_last, 0)]
 
     shapes = (batch.total, width), (batch.batch_size, width), (batch.batch_size, LENGTH, width), (width, width)
     return Step(forward, _leaves(dtype, *shapes))

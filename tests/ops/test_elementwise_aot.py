@@ -23,6 +23,8 @@ VARIANTS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("combine", {"OPERATION": "gelu", "PER_ROW": False}, ()),
     ("cross", {"ADDS_FACTOR": False}, ()),
     ("cross", {"ADDS_FACTOR": True}, ("residual",)),
+    ("add_rows", {}, ()),
+    ("add_rows", {}, ("values",)),
     ("to_rows", {"HAS_FACTOR": False}, ("factor",)),
     ("to_rows", {"HAS_FACTOR": True}, ()),
     ("sum_rows", {"OPERATION": "copy"}, ("factor", "context", "terms")),
@@ -36,17 +38,17 @@ VARIANTS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("pairwise_difference_backward", {}, ()),
     ("pairwise_difference_backward", {}, ("starts",)),
 ]
-FLOATS = ("values", "factor", "context", "own", "residual", "dense", "output", "terms", "sums", "grad", "grad_values")
+FLOATS = ("values", "factor", "context", "own", "residual", "table", "dense", "output", "terms", "sums", "grad", "grad_values")
 
 
 def kernel_of(name: str) -> Any:
-    from jagged.ops.elementwise import cross_kernels, kernels
+    from jagged.ops.elementwise import cross_kernels, kernels, row_kernels
 
-    return getattr(cross_kernels if name == "cross" else kernels, f"{name}_kernel")
+    return getattr({"cross": cross_kernels, "add_rows": row_kernels}.get(name, kernels), f"{name}_kernel")
 
 
 def compile_variant(
-    variant: tuple[str, dict[str, Any], tuple[str, ...]], arch: int | str, dtype: str, features: int
+    variant: tuple[str, dict[str, Any], tuple[str, ...]], arch: int | str, dtype: str, features: int, **others: str
 ) -> Resources:
     import triton.language as tl
 
@@ -68,8 +70,8 @@ def compile_variant(
             constants["CHUNK"] = kernels.CHUNK
         if name == "sum_rows":
             constants["NUM_STAGES"] = kernels.CONFIGURATIONS[name].num_stages
-    types = dict.fromkeys(FLOATS, f"*{dtype}") | {"starts": "*i64", "parts": "*fp32"}
-    types["offsets"] = "*i64" if dtype == "bf16" else "*i32"
+    types = dict.fromkeys(FLOATS, f"*{dtype}") | {"starts": "*i64", "parts": "*fp32"} | others
+    types["offsets"] = types["places"] = "*i64" if dtype == "bf16" else "*i32"
     signature = {argument: types.get(argument, "i32") for argument in arguments if argument not in constants}
     wide = [x for x in signature if x in ("num_features", "num_context") or x.endswith(("row_stride", "sample_stride"))]
     return compile_kernel(kernel, signature, constants, arch=arch, num_warps=num_warps, divisible=[] if features % 16 else wide)
@@ -79,8 +81,10 @@ def name_of(variant: tuple[str, dict[str, Any], tuple[str, ...]]) -> str:
     return " ".join([variant[0], *map(str, variant[1].values()), *(f"no-{name}" for name in variant[2])])
 
 
-def check(variant: tuple[str, dict[str, Any], tuple[str, ...]], arch: int | str, dtype: str, features: int) -> Resources:
-    used = compile_variant(variant, arch, dtype, features)
+def check(
+    variant: tuple[str, dict[str, Any], tuple[str, ...]], arch: int | str, dtype: str, features: int, **others: str
+) -> Resources:
+    used = compile_variant(variant, arch, dtype, features, **others)
     assert used.spills == 0, used
     assert used.shared_bytes <= AMD_SHARED_BYTES, used
     return used
@@ -99,9 +103,13 @@ def test_wide_rows(variant: tuple[str, dict[str, Any], tuple[str, ...]], dtype: 
         size = 4 if dtype == "fp32" or name == "sum_parts" else 2
         accesses = rows * columns * size // (16 * 32 * num_warps)
         arguments = kernel_of(name).arg_names
-        tiles = {"parts"} if name == "sum_parts" else {"values", "factor", "own", "residual"} & set(arguments) - set(absent)
+        tiles = (
+            {"parts"} if name == "sum_parts" else {"values", "factor", "own", "residual", "table"} & set(arguments) - set(absent)
+        )
         read = accesses * (len(tiles) + options.get("PER_ROW", False))
-        written = accesses * (name in ("combine", "cross", "to_rows") or (name == "sum_rows" and "terms" not in absent))
+        written = accesses * (
+            name in ("combine", "cross", "add_rows", "to_rows") or (name == "sum_rows" and "terms" not in absent)
+        )
         # Loads under way before they are needed go to shared memory.
         loads = used.assembly.count("ld.global.v4.b32") + used.assembly.count("cp.async.cg.shared.global")
         assert loads >= read > 0 or options.get("OPERATION") == "repeat"
@@ -125,3 +133,14 @@ def test_other_gpus(variant: tuple[str, dict[str, Any], tuple[str, ...]], arch: 
 @pytest.mark.parametrize("arch", [*TARGETS, AMD])
 def test_integers(variant: tuple[str, dict[str, Any], tuple[str, ...]], dtype: str, arch: int | str) -> None:
     check(variant, arch, dtype, 1024)
+
+
+@pytest.mark.parametrize("width", [50, 64])
+@pytest.mark.parametrize(("values", "table"), [("bf16", "fp32"), ("fp32", "bf16")])
+@pytest.mark.parametrize("arch", [*TARGETS, AMD])
+def test_rows_of_two_dtypes(arch: int | str, values: str, table: str, width: int) -> None:
+    """As positions have them under autocast."""
+    used = check(("add_rows", {}, ()), arch, "fp32", width, values=f"*{values}", table=f"*{table}")
+    if width == 64 and arch != AMD:
+        assert "ld.global.v4.b32" in used.assembly
+        assert "st.global.v4.b32" in used.assembly

@@ -33,6 +33,8 @@ def first_rows(rows: Tensor, offsets: Tensor) -> Tensor:
 
 # Of rows of two features, those of `b` one a sample.
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "add_rows": lambda a, ao, b, bo: ops.add_rows(a, torch.ones(50, 8).cumsum(0), ids(a)),
+    "add_rows of one backend": lambda a, ao, b, bo: ops.add_rows(a, torch.ones(50, 8).cumsum(0), ids(a), backend="torch"),
     "catalogue_topk": lambda a, ao, b, bo: ops.catalogue_topk(b, torch.ones(50, 8).cumsum(0), 3, exclude=(ids(a), ao))[0],
     "embedding_bags": lambda a, ao, b, bo: ops.embedding_bags(torch.ones(400), BAGS, ids(a), ao, per_sample_weights=a[:, 1]),
     "group_sparse_bce": lambda a, ao, b, bo: ops.group_sparse_bce(
