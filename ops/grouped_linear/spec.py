@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from jagged.ops._shared.linear import COLUMN_SUMS, Rows, Summing
 from jagged.ops._shared.matrices import float32_products
 from jagged.ops._shared.operator import Differentiable, Operator, operator
-from jagged.ops.linear.spec import COLUMN_SUMS, Rows, Summing
 
 Wanted = Mapping[str, torch.dtype]
 # Of gradients of weights as one product: numbers that all columns times all columns may be, and rows from which it is faster on

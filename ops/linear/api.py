@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from jagged.ops._shared.linear import linear_rows
 from jagged.ops._shared.validation import FLOATS, check_factors, check_tensor, holds
-from jagged.ops.linear.spec import LINEAR, Inputs, NoOptions
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
@@ -50,15 +49,4 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: st
                 f"bias: expected shape [{weight.shape[0]}], as weight {list(weight.shape)} has rows, got {list(bias.shape)}"
             )
         check_factors("bias", bias, "x", x)
-    if backend is None and not _has_kernel(x, bias):
-        return torch.nn.functional.linear(x, weight, bias)
-    rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
-    output = LINEAR(Inputs(rows, weight, bias), NoOptions(), backend).output
-    return output if x.dim() == 2 else output.view(*x.shape[:-1], weight.shape[0])
-
-
-def _has_kernel(x: Tensor, bias: Tensor | None) -> bool:
-    """Whether there is a gradient that PyTorch makes slowly. A compiler fuses this sum by itself."""
-    if bias is None or not bias.requires_grad or not x.is_cuda or x.dtype == torch.float64:
-        return False
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return linear_rows(x, weight, bias, backend)

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jagged.ops.linear import linear, torch_impl
-from jagged.ops.linear.spec import COLUMN_SUMS, Rows, Summing, Sums
+from jagged.ops._shared import linear as shared
+from jagged.ops._shared.linear import COLUMN_SUMS, Rows, Summing, Sums
+from jagged.ops.linear import linear
 from tests.graphs import captured
 from tests.oracle import check_three_way
 from tests.places import ONE_ORDER, PLACE, Place
@@ -172,7 +173,7 @@ def test_repeats_are_the_same(place: Place) -> None:
 def test_parts_are_added_up_and_one_part_is_written_at_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     if place.backend != "triton":
         pytest.skip("PyTorch has one way")
-    from jagged.ops.linear import kernels
+    from jagged.ops._shared import column_sums as kernels
 
     grids: list[tuple[int, ...]] = []
     launch = kernels._launch
@@ -187,13 +188,13 @@ def test_nothing_to_add_up_is_pytorchs(place: Place, monkeypatch: pytest.MonkeyP
     if place.backend != "triton":
         pytest.skip("PyTorch has one way")
     shapes: list[tuple[int, ...]] = []
-    theirs = torch_impl.column_sums
+    theirs = shared.column_sums
 
     def noted(x: Rows, o: Summing) -> Sums:
         shapes.append(tuple(x.rows.shape))
         return theirs(x, o)
 
-    monkeypatch.setattr(torch_impl, "column_sums", noted)
+    monkeypatch.setattr(shared, "column_sums", noted)
     for shape in ((0, 5), (5, 0), (1, 1)):
         assert torch.equal(column_sums(torch.zeros(shape, device=place.device)), torch.zeros(shape[1], device=place.device))
     assert shapes == [(0, 5), (5, 0)]

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted k
 @pytest.mark.parametrize("arch", TARGETS)
 def test_column_sums(arch: int, dtype: str, out: str, is_turned: bool, width: int) -> None:
     """Rows are read 16 bytes at a time, and transposed ones, whose rows are adjacent."""
-    from jagged.ops.linear.kernels import COLUMNS, COLUMNS_OF_PARTS, NUM_WARPS, column_sums_kernel, tile
+    from jagged.ops._shared.column_sums import COLUMNS, COLUMNS_OF_PARTS, NUM_WARPS, column_sums_kernel, tile
 
     for most in (COLUMNS, COLUMNS_OF_PARTS):
         height, columns = tile(width, most)

@@ -7,15 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jagged.ops._shared import linear
 from jagged.ops._shared.launch import Launcher
+from jagged.ops._shared.linear import Rows, Summing, Sums
 from jagged.ops._shared.matrices import split
 from jagged.ops._shared.sizes import cdiv, next_power_of_2
-from jagged.ops.linear import torch_impl
-from jagged.ops.linear.spec import Rows, Summing, Sums
 
 # Elements of a tile, its most columns, warps, and a multiprocessor's programs; the most columns of a tile of parts, which are few
 # rows, so that programs come from the columns.
-ELEMENTS, COLUMNS, NUM_WARPS, PROGRAMS = 4096, 64, 4, 8
+ELEMENTS, COLUMNS, NUM_WARPS, PROGRAMS = 4096, 64, 8, 6
 COLUMNS_OF_PARTS = 8
 
 
@@ -50,7 +50,7 @@ def column_sums(x: Rows, o: Summing) -> Sums:
     """Launch `column_sums_kernel` on the rows, and on the sums of their parts."""
     rows = x.rows
     if not rows.numel():
-        return torch_impl.column_sums(x, o)
+        return linear.column_sums(x, o)
     num_rows, width = rows.shape
     height, columns = tile(width, COLUMNS)
     num_parts, rows_of_part = split(num_rows, height, cdiv(width, columns), PROGRAMS, rows.device)

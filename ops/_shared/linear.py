@@ -1,4 +1,4 @@
-"""The operators of the linear layer: the rows, and sums of columns."""
+"""The linear layer of rows, which several families have: its operators, and the choice between them and PyTorch's own layer."""
 
 from __future__ import annotations
 
@@ -49,6 +49,17 @@ class Sums(NamedTuple):
     sums: Tensor
 
 
+def layer(x: Inputs, o: NoOptions) -> Outputs:
+    """Compute the layer by PyTorch, on every device."""
+    bias = None if x.bias is None else x.bias.to(x.x.dtype)
+    return Outputs(torch.nn.functional.linear(x.x, x.weight, bias))
+
+
+def column_sums(x: Rows, o: Summing) -> Sums:
+    """Compute the sums by PyTorch, which adds 16 bits up in float32."""
+    return Sums(x.rows.sum(0, dtype=torch.promote_types(x.rows.dtype, o.dtype)).to(o.dtype))
+
+
 def _of_linear(grads: Outputs, x: Inputs, out: Outputs, o: NoOptions, wanted: Wanted, backend: str) -> dict[str, Tensor]:
     grad, found = grads.output, {}
     if "x" in wanted:
@@ -64,7 +75,7 @@ def _of_sums(grads: Sums, x: Rows, out: Sums, o: Summing, wanted: Wanted, backen
     return {"rows": grads.sums.to(wanted["rows"]).expand(x.rows.shape)}
 
 
-_TORCH = "jagged.ops.linear.torch_impl"
+_TORCH = "jagged.ops._shared.linear"
 
 LINEAR: Operator[Inputs, NoOptions, Outputs] = operator(
     "linear",
@@ -72,9 +83,9 @@ LINEAR: Operator[Inputs, NoOptions, Outputs] = operator(
     NoOptions,
     Outputs,
     shapes=lambda x, o: Outputs(x.x.new_empty(x.x.shape[0], x.weight.shape[0])),
-    torch=f"{_TORCH}:linear",
+    torch=f"{_TORCH}:layer",
     # The product is PyTorch's; what kernels there are is in the gradient.
-    triton=f"{_TORCH}:linear",
+    triton=f"{_TORCH}:layer",
     gradient=_of_linear,
     saved=("x", "weight"),
     # The bias is cast inside, so that its gradient is not rounded to autocast's dtype on the way.
@@ -87,7 +98,23 @@ COLUMN_SUMS: Operator[Rows, Summing, Sums] = operator(
     Sums,
     shapes=lambda x, o: Sums(x.rows.new_empty(x.rows.shape[1:], dtype=o.dtype)),
     torch=f"{_TORCH}:column_sums",
-    triton="jagged.ops.linear.kernels:column_sums",
+    triton="jagged.ops._shared.column_sums:column_sums",
     gradient=_of_sums,
     saved=(),
 )
+
+
+def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None = None) -> Tensor:
+    """Return `x @ weight.T + bias` for x `[..., in]`: PyTorch's function, or where the sums of columns have a kernel `LINEAR`."""
+    if backend is None and not _has_kernel(x, bias):
+        return torch.nn.functional.linear(x, weight, bias)
+    rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
+    output = LINEAR(Inputs(rows, weight, bias), NoOptions(), backend).output
+    return output if x.dim() == 2 else output.view(*x.shape[:-1], weight.shape[0])
+
+
+def _has_kernel(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether there is a gradient that PyTorch makes slowly. A compiler fuses this sum by itself."""
+    if bias is None or not bias.requires_grad or not x.is_cuda or x.dtype == torch.float64:
+        return False
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
