@@ -106,15 +106,15 @@ COLUMN_SUMS: Operator[Rows, Summing, Sums] = operator(
 
 def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None = None) -> Tensor:
     """Return `x @ weight.T + bias` for x `[..., in]`: PyTorch's function, or where the sums of columns have a kernel `LINEAR`."""
-    if backend is None and not _has_kernel(x, bias):
+    if backend is None and not _has_slow_sum(x, bias):
         return torch.nn.functional.linear(x, weight, bias)
     rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
     output = LINEAR(Inputs(rows, weight, bias), NoOptions(), backend).output
     return output if x.dim() == 2 else output.view(*x.shape[:-1], weight.shape[0])
 
 
-def _has_kernel(x: Tensor, bias: Tensor | None) -> bool:
-    """Whether there is a gradient that PyTorch makes slowly. A compiler fuses this sum by itself."""
+def _has_slow_sum(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether the gradient of the bias will be a sum that PyTorch makes slowly; a compiler fuses it by itself."""
     if bias is None or not bias.requires_grad or not x.is_cuda or x.dtype == torch.float64:
         return False
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
