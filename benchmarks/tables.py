@@ -764,17 +764,16 @@ def write_host() -> None:
     print(path)
 
 
-def layer_norm_page(result: dict[str, Any]) -> str:
-    """Markdown of a result file of layer normalisation: forward, and both passes, by width and dtypes."""
+def rows_page(result: dict[str, Any], ways: tuple[str, str], words: str) -> str:
+    """Markdown of a result file of an operator on rows beside PyTorch's: two times of each, by width and dtypes."""
     rows: dict[str, dict[str, str]] = {}
     for name, of in result["cases"].items():
         size, dtypes = name.rsplit(", ", 1)
-        ours, theirs = (" / ".join(_us(of[who][way]["median"]) for way in ("forward", "both")) for who in ("jagged", "torch"))
+        ours, theirs = (" / ".join(_us(of[who][way]["median"]) for way in ways) for who in ("jagged", "torch"))
         rows.setdefault(size, {})[dtypes] = f"{ours} ({theirs})"
     columns = list(next(iter(rows.values())))
     lines = [f"| rows | width | {' | '.join(columns)} |", f"|---:|---:|{'---:|' * len(columns)}"]
     lines += [f"| {size.replace(' x ', ' | ')} | {' | '.join(cells[of] for of in columns)} |" for size, cells in rows.items()]
-    words = "Forward / forward and backward:"
     return "\n\n".join([_machine(result["environment"]), words, "\n".join(lines)]) + "\n"
 
 
@@ -787,7 +786,9 @@ def main() -> None:
     pages: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
         name: ("jagged_ops", partial(page, operators=operators)) for name, operators in PAGES.items()
     }
-    pages |= {"attention": ("attention", attention_page), "layer_norm": ("layer_norm", layer_norm_page)}
+    of_norm = partial(rows_page, ways=("forward", "both"), words="Forward / forward and backward:")
+    of_linear = partial(rows_page, ways=("both", "bias"), words="Forward and backward / the gradient of the bias alone:")
+    pages |= {"attention": ("attention", attention_page), "layer_norm": ("layer_norm", of_norm), "linear": ("linear", of_linear)}
     for name, (benchmark, write) in pages.items():
         if results := [json.loads(path.read_text()) for path in sorted(ROOT.glob(f"results/*/{benchmark}.json"))]:
             path: Path = FOLDER / f"{name}.md"

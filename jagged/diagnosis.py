@@ -283,6 +283,15 @@ def _layer_norm(device: torch.device, backend: str) -> None:
     _same(ours, torch.nn.functional.layer_norm(x, (6,), weight, bias).square().mean(), (x, weight, bias))
 
 
+def _linear(device: torch.device, backend: str) -> None:
+    from jagged.ops.linear import linear
+
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in ((5, 6), (4, 6), (4,)))
+    ours = linear(x, weight, bias, backend=backend).square().mean()
+    _same(ours, torch.nn.functional.linear(x, weight, bias).square().mean(), (x, weight, bias))
+
+
 def _loss_of_labels(logits: torch.Tensor, positives: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     targets = torch.zeros_like(logits).index_put_((torch.repeat_interleave(offsets.diff()), positives), logits.new_ones(()))
     losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, targets, reduction="none")
@@ -401,6 +410,7 @@ _FAMILIES = {
     "linear_bce": _linear_bce,
     "grouped_linear": _grouped_linear,
     "layer_norm": _layer_norm,
+    "linear": _linear,
     "attention": _attention,
     "hstu_attention": _hstu_attention,
     "cross_entropy": _cross_entropy,

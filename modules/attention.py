@@ -8,6 +8,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import check_samples, check_width, with_values
+from jagged.modules.linear import Linear
 from jagged.modules.positions import positions_with_targets, rotate
 from jagged.ops import Window, jagged_attention
 
@@ -154,8 +155,8 @@ class JaggedSelfAttention(JaggedModule):
         self.relative_bias, self.time_bias = bias_parameters(num_heads, max_distance, num_time_buckets, device)
         draw_biases(self.relative_bias, self.time_bias)
         projected = embedding_dim // num_heads * (num_heads + 2 * num_key_heads)
-        self.qkv_projection = nn.Linear(embedding_dim, projected, device=device)
-        self.output_projection = nn.Linear(embedding_dim, embedding_dim, device=device)
+        self.qkv_projection = Linear(embedding_dim, projected, device=device)
+        self.output_projection = Linear(embedding_dim, embedding_dim, device=device)
 
     def reset_parameters(self) -> None:
         """Draw new weights: torch's defaults for linear layers, biases of scores with a standard deviation of 0.02."""
@@ -245,9 +246,9 @@ class JaggedCrossAttention(JaggedModule):
         self.num_heads = num_heads
         self.num_key_heads = num_key_heads
         self.attention_dropout = attention_dropout
-        self.q_projection = nn.Linear(embedding_dim, embedding_dim, device=device)
-        self.kv_projection = nn.Linear(key_dim, embedding_dim // num_heads * 2 * num_key_heads, device=device)
-        self.output_projection = nn.Linear(embedding_dim, embedding_dim, device=device)
+        self.q_projection = Linear(embedding_dim, embedding_dim, device=device)
+        self.kv_projection = Linear(key_dim, embedding_dim // num_heads * 2 * num_key_heads, device=device)
+        self.output_projection = Linear(embedding_dim, embedding_dim, device=device)
 
     def forward(self, queries: JaggedTensor | Tensor, memory: JaggedTensor) -> JaggedTensor | Tensor:
         """Attend to the memory; the result has the form of the queries."""

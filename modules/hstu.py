@@ -10,6 +10,7 @@ from jagged.modules.attention import bias_parameters, check_times, draw_biases
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import check_width, with_values
 from jagged.modules.layer_norm import LayerNorm
+from jagged.modules.linear import Linear
 from jagged.ops import Window, jagged_hstu_attention
 
 
@@ -106,9 +107,9 @@ class HSTUBlock(JaggedModule):
         self.relative_bias, self.time_bias = bias_parameters(num_heads, max_distance, num_time_buckets, device)
         width = num_heads * (embedding_dim // num_heads if head_dim is None else head_dim)
         self.input_norm = LayerNorm(embedding_dim, 1e-6, autocast_output=True, device=device)
-        self.uvqk_projection = nn.Linear(embedding_dim, 4 * width, device=device)
+        self.uvqk_projection = Linear(embedding_dim, 4 * width, device=device)
         self.attention_norm = LayerNorm(width, 1e-6, autocast_output=True, device=device)
-        self.output_projection = nn.Linear(width, embedding_dim, device=device)
+        self.output_projection = Linear(width, embedding_dim, device=device)
         self.dropout = nn.Dropout(dropout)
         self.reset_parameters()
 

@@ -12,6 +12,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import check_samples, check_width, with_values
+from jagged.modules.linear import Linear
 from jagged.ops import (
     ACTIVATIONS,
     Activation,
@@ -21,6 +22,7 @@ from jagged.ops import (
     jagged_jagged_bmm,
     jagged_jagged_bmm_jagged_out,
     jagged_softmax,
+    linear,
     pair_offsets,
     sample_of_row,
 )
@@ -92,7 +94,7 @@ class TargetAttention(JaggedModule):
         # A last bias would move all weights of a sample alike, which the softmax does not see.
         biases = [True] * len(layer_sizes) + [not softmax]
         self.layers = nn.ModuleList(
-            nn.Linear(a, b, bias, device=device) for (a, b), bias in zip(itertools.pairwise(widths), biases, strict=True)
+            Linear(a, b, bias, device=device) for (a, b), bias in zip(itertools.pairwise(widths), biases, strict=True)
         )
 
     def forward(
@@ -116,7 +118,7 @@ class TargetAttention(JaggedModule):
         # `(of_row + of_difference + of_product * target).T`, and the sample's targets lie side by side.
         num_targets, width = targets.shape[1], first.out_features
         matrix = (of_product * targets[:, :, None] + (of_row + of_difference)).flatten(1, 2).transpose(1, 2)
-        context = nn.functional.linear(targets, of_target - of_difference, first.bias).flatten(1)
+        context = linear(targets, of_target - of_difference, first.bias).flatten(1)
         hidden = jagged_dense_bmm(values, offsets, matrix, context).unflatten(1, (num_targets, width))
         weights = self._weights(hidden, others)
         if self.softmax:
@@ -143,7 +145,7 @@ class TargetAttention(JaggedModule):
         # A row of numbers for each target and hidden unit, by which the sample's rows are multiplied as they stand. Its last
         # number depends on the target alone and meets a 1.
         width = first.out_features
-        context = nn.functional.linear(rows, of_target - of_difference, first.bias)
+        context = linear(rows, of_target - of_difference, first.bias)
         matrix = torch.cat([of_product * rows[:, None] + (of_row + of_difference), context[:, :, None]], 2).flatten(0, 1)
         longer = torch.cat([values, values.new_ones(values.shape[0], 1)], 1)
         # Blocks of a row's hidden units for one target after the other: all units of a pair lie side by side.

@@ -12,6 +12,7 @@ from jagged.modules.attention import JaggedSelfAttention
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import with_values
 from jagged.modules.layer_norm import LayerNorm
+from jagged.modules.linear import Linear
 from jagged.ops import Window
 
 
@@ -83,10 +84,10 @@ class JaggedTransformerBlock(JaggedModule):
         )
         self.feed_forward_norm = LayerNorm(embedding_dim, autocast_output=is_read, device=device)
         self.feed_forward = nn.Sequential(
-            nn.Linear(embedding_dim, hidden_dim, device=device),
+            Linear(embedding_dim, hidden_dim, device=device),
             nn.GELU(),
             nn.Dropout(dropout),
-            nn.Linear(hidden_dim, embedding_dim, device=device),
+            Linear(hidden_dim, embedding_dim, device=device),
         )
         self.dropout = nn.Dropout(dropout)
 

@@ -63,6 +63,7 @@ from jagged.ops.group_sparse import (
 from jagged.ops.grouped_linear import grouped_linear, mix_groups
 from jagged.ops.host_rows import SeatedRows, claim_rows, exchange_rows, seat_rows
 from jagged.ops.layer_norm import layer_norm
+from jagged.ops.linear import linear
 from jagged.ops.linear_bce import linear_bce
 from jagged.ops.sampled_cross_entropy import (
     Correction,
@@ -131,6 +132,7 @@ __all__ = [
     "jagged_truncate",
     "jagged_unique",
     "layer_norm",
+    "linear",
     "linear_bce",
     "linear_cross_entropy",
     "linear_cross_entropy_strategy",
@@ -180,6 +182,7 @@ for _name in (
     "jagged_truncate",
     "jagged_unique",
     "layer_norm",
+    "linear",
     "linear_bce",
     "linear_cross_entropy",
     "mix_groups",

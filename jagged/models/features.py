@@ -18,6 +18,7 @@ from jagged.modules import (
     JaggedPooling,
     JaggedTransformerBlock,
     LayerNorm,
+    Linear,
     PositionalEncoding,
     TimeEncoding,
     with_values,
@@ -340,7 +341,7 @@ class HistoryEncoder(JaggedModule):
         super().__init__()
         self.keys, self.is_gathered = list(keys), is_gathered
         self.recompute, self._has_dropout = bool(config["recompute"]), config["dropout"] > 0
-        self.projection = nn.Linear(in_features, config["embedding_dim"], device=device)
+        self.projection = Linear(in_features, config["embedding_dim"], device=device)
         self._build(config, has_candidates, device)
 
     def _build(self, config: Mapping[str, Any], has_candidates: bool, device: torch.device | str | None) -> None:

@@ -35,6 +35,7 @@ from jagged.models.tasks import LOSSES, REQUEST_LOSSES, LossName, PairwiseLoss, 
 from jagged.modules import (
     JaggedModule,
     JaggedPooling,
+    Linear,
     ScheduledEmbeddingBagCollection,
     ScheduledEmbeddingCollection,
     with_values,
@@ -473,7 +474,7 @@ class _Scorer(JaggedModule):
                 events += sum(of(inputs.history_lists)) + beside["history"] + 2 * inputs.history_labels
             self.histories.append(encoder(keys, events, config, known > 0, is_gathered, device))
         # One of the candidates' features for all histories, whose attention projects it anew.
-        self.query = nn.Linear(known, dim, device=device) if len(self.histories) and known else None
+        self.query = Linear(known, dim, device=device) if len(self.histories) and known else None
         of_request = beside["request"]
         for keys in inputs.histories:
             requests += [*of(keys), *([dim] if encoder is not None and encoder.has_mean else [])]

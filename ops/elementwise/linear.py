@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jagged.ops._shared.backends import resolve_backend
+from jagged.ops._shared.linear import linear_rows
 from jagged.ops._shared.validation import FLOATS, check_tensor, holds
 from jagged.ops.elementwise.api import check_operand, check_rows
 from jagged.ops.elementwise.spec import ACTIVATE, COMBINE, CROSS, Activating, Combination, Crossed, Crossing, Hidden, Operands
@@ -191,7 +192,7 @@ def _linear(
     activation: Activation | None,
     backend: str,
 ) -> Tensor:
-    hidden = F.linear(values, weight, bias)
+    hidden = linear_rows(values, weight, bias)
     if context is None:
         return hidden if activation is None else ACTIVATIONS[activation](hidden)
     # Another dtype only under autocast.

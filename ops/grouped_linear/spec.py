@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from jagged.ops._shared.linear import COLUMN_SUMS, Rows, Summing
 from jagged.ops._shared.matrices import float32_products
 from jagged.ops._shared.operator import Differentiable, Operator, operator
 
@@ -94,7 +95,9 @@ def _of_linear(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Want
         before, sums = RELU_GRADIENT(Slopes(grad.flatten(1), out.output.flatten(1)), NoOptions(), backend)
         grad, sums = before.view(grad.shape), sums.view(shape)
     if "bias" in wanted:
-        found["bias"] = sums if o.relu else grad.sum(0)
+        if not o.relu:
+            sums = COLUMN_SUMS(Rows(grad.flatten(1)), Summing(wanted["bias"]), backend).sums.view(shape)
+        found["bias"] = sums
     if rows.dim() == 2:
         if "x" in wanted:
             found["x"] = grad.flatten(1) @ weight.flatten(0, 1)

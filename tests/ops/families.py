@@ -59,6 +59,7 @@ from jagged.ops import (
     seat_rows,
 )
 from jagged.ops.layer_norm import layer_norm
+from jagged.ops.linear import linear
 from jagged.ops.sampled_cross_entropy.apart import ItemSlices, with_weights_apart
 from jagged.ops.sampled_cross_entropy.spec import SAMPLED_PAIRS, Inputs, Options, PairsInputs
 from tests.places import PLACE
@@ -361,6 +362,13 @@ def normalised_rows(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     return Step(forward, _leaves(dtype, (batch.total, width), (width,), (width,)))
 
 
+def linear_rows(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+        return [linear(x, weight, bias, backend=PLACE.backend)]
+
+    return Step(forward, _leaves(dtype, (batch.total, width), (3 * width, width), (3 * width,)))
+
+
 def _positives(batch: Jagged, rows: int) -> tuple[Tensor, Tensor]:
     """Two labels of each row, the labels being the rows of a batch; none where that has none."""
     count = 2 * rows if batch.total else 0
@@ -445,6 +453,7 @@ FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
     "grouped_linear": layers_of_groups,
     "layer_norm": normalised_rows,
     "host_rows": host_rows,
+    "linear": linear_rows,
     "linear_bce": bce_of_linear,
     "pair_bmm": pair_bmm,
     "quantised_bags": quantised_bags,

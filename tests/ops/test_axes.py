@@ -30,6 +30,7 @@ CAST = {
     "grouped_linear": ("x", "weight", "bias"),
     "jagged_dense_bmm": ("values", "dense", "bias"),
     "jagged_jagged_bmm": ("a", "b"),
+    "linear": ("x", "weight"),
     "linear_bce": ("features", "weight", "bias"),
     "linear_cross_entropy": ("hidden", "weight"),
     "mix_groups": ("groups", "weights"),

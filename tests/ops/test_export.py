@@ -54,6 +54,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     ),
     "jagged_softmax": lambda a, ao, b, bo: ops.jagged_softmax(a, ao),
     "layer_norm": lambda a, ao, b, bo: ops.layer_norm(a, torch.ones(8), torch.zeros(8)),
+    "linear": lambda a, ao, b, bo: ops.linear(a, torch.ones(8, 8), torch.ones(8)),
     "linear_bce": lambda a, ao, b, bo: ops.linear_bce(first_rows(b, bo), a, 0 * ids(b), bo, a[:, 0])[None],
     "linear_cross_entropy": lambda a, ao, b, bo: ops.linear_cross_entropy(
         a, torch.ones(50, 8).cumsum(0), ids(a), reduction="none"
