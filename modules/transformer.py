@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.attention import JaggedSelfAttention
@@ -27,6 +28,9 @@ class JaggedTransformerBlock(JaggedModule):
         norm: `"pre"` normalises the input of each part, `"post"` the sum of its input and output.
         num_key_heads, causal, window, num_contextual, rotary, max_distance, num_time_buckets, attention_dropout: as for
             `JaggedSelfAttention`. For learned positions a `PositionalEncoding` stands before the first block.
+        recompute: keep of the feed-forward network its input alone, and compute it again in the backward pass. In bfloat16 a block
+            then keeps a quarter less, where `hidden_dim` is `embedding_dim`. Not under `torch.compile`, which chooses by itself,
+            nor with dropout while training.
         device: where parameters live; `"meta"` allocates nothing.
 
     Shape:
@@ -41,7 +45,7 @@ class JaggedTransformerBlock(JaggedModule):
         Transformer Architecture, ICML 2020 (`"pre"`).
     """
 
-    shown = ("norm",)
+    shown = ("norm", "recompute")
 
     def __init__(
         self,
@@ -59,12 +63,13 @@ class JaggedTransformerBlock(JaggedModule):
         max_distance: int | None = None,
         num_time_buckets: int | None = None,
         attention_dropout: float = 0.0,
+        recompute: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         if norm not in ("pre", "post"):
             raise ValueError(f"norm: expected 'pre' or 'post', got {norm!r}")
-        self.norm = norm
+        self.norm, self.recompute = norm, recompute
         # Behind an addition the output is the residual itself.
         is_read = norm == "pre"
         hidden_dim = embedding_dim if hidden_dim is None else hidden_dim
@@ -97,9 +102,21 @@ class JaggedTransformerBlock(JaggedModule):
         if self.norm == "pre":
             attended = self.attention(with_values(x, self.attention_norm(values)), num_targets, times)
             values = values + self.dropout(attended.values())
-            values = values + self.dropout(self.feed_forward(self.feed_forward_norm(values)))
+            values = self._transformed(values)
         else:
             attended = self.attention(x, num_targets, times)
             values = self.attention_norm(values + self.dropout(attended.values()))
-            values = self.feed_forward_norm(values + self.dropout(self.feed_forward(values)))
+            values = self._transformed(values)
         return with_values(x, values)
+
+    def _transformed(self, values: Tensor) -> Tensor:
+        """The second part, of which with `recompute` nothing but the rows is kept."""
+        draws = self.training and self.dropout.p > 0
+        if not self.recompute or draws or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self._feed_forward(values)
+        return cast(Tensor, checkpoint(self._feed_forward, values, use_reentrant=False, preserve_rng_state=False))
+
+    def _feed_forward(self, values: Tensor) -> Tensor:
+        if self.norm == "pre":
+            return values + cast(Tensor, self.dropout(self.feed_forward(self.feed_forward_norm(values))))
+        return cast(Tensor, self.feed_forward_norm(values + self.dropout(self.feed_forward(values))))

@@ -397,7 +397,8 @@ class History(HistoryEncoder):
         self.positions = PositionalEncoding(config["max_history"], width, device=device)
         self.times = TimeEncoding(buckets, width, device=device) if self.is_gathered and buckets is not None else None
         self.blocks = nn.ModuleList(
-            JaggedTransformerBlock(width, heads, dropout=config["dropout"], device=device) for _ in range(config["num_layers"])
+            JaggedTransformerBlock(width, heads, dropout=config["dropout"], recompute=self.recompute, device=device)
+            for _ in range(config["num_layers"])
         )
         self.norm = LayerNorm(width, device=device)
         self.mean = JaggedPooling(width, "mean")

@@ -156,11 +156,13 @@ def to_rows_kernel(
 
 @triton.jit(do_not_specialize=["total", "num_samples"])
 def sum_rows_kernel(
-    values, factor, context, offsets, terms, sums, parts, total, num_samples, num_features, row_stride, feature_stride,
+    values, factor, context, offsets, order, terms, sums, parts, total, num_samples, num_features, row_stride, feature_stride,
     factor_row_stride, factor_feature_stride, context_row_stride, context_feature_stride, OPERATION: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_FEATURES: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum of a chunk of a sample's rows: as they are ("copy"), times their factors ("mul"), or gradients of an activation.
+
+    With an `order` a sample's rows are values[order[start]] .. values[order[end - 1]].
 
     Gradients are also stored, in `terms`; there `factor` is what the activation saved, and sample b's context was added to it.
 
@@ -187,6 +189,8 @@ def sum_rows_kernel(
         position = begin + tl.arange(0, BLOCK_ROWS)
         row = (start + position)[:, None]
         exists = (position < end)[:, None] & feature_exists
+        if order is not None:
+            row = tl.load(order + row, mask=(position < end)[:, None], other=0)
         term = tl.load(values + row * row_stride, mask=exists, other=0.0).to(tl.float32)
         if OPERATION != "copy":
             other = tl.load(factor + row * factor_row_stride, mask=exists, other=0.0).to(tl.float32)
@@ -339,7 +343,7 @@ def collect(x: Factors, o: Collection) -> Collected:
     num_samples, (total, num_features) = offsets.shape[0] - 1, values.shape
     if length is None:
         sums = values.new_empty(num_samples, num_features)
-        _sum_rows(values, factor, None, offsets, None, sums, "copy" if factor is None else "mul")
+        sum_rows(values, factor, None, offsets, None, sums, "copy" if factor is None else "mul")
         return Collected(sums)
     dense = values.new_empty(num_samples, length, num_features)
     if dense.numel():
@@ -360,12 +364,12 @@ def activate_backward(
     grad = grads.output
     terms, sums = grad.new_empty(*grad.shape), grad.new_empty(*x.context.shape)
     saved = out.output if o.activation == "relu" else x.values
-    _sum_rows(grad, saved, x.context, x.offsets, terms, sums, o.activation)
+    sum_rows(grad, saved, x.context, x.offsets, terms, sums, o.activation)
     found = {"values": terms, "context": sums}
     return {name: found[name] for name in wanted}
 
 
-def _sum_rows(
+def sum_rows(
     values: Tensor,
     factor: Tensor | None,
     context: Tensor | None,
@@ -373,7 +377,9 @@ def _sum_rows(
     terms: Tensor | None,
     sums: Tensor,
     operation: str,
+    order: Tensor | None = None,
 ) -> None:
+    """Launch `sum_rows_kernel` and, where samples may be long, `sum_parts_kernel`."""
     if not sums.numel():
         return
     (num_samples, num_features), total = sums.shape, values.shape[0]
@@ -383,7 +389,7 @@ def _sum_rows(
     block_rows, block_features, num_warps = block_sizes("sum_rows", num_features)
     _launch_sum_rows(
         (total // CHUNK + num_samples, cdiv(num_features, block_features)),
-        values, factor, context, offsets, terms, sums, parts, total, num_samples, num_features, *values.stride(),
+        values, factor, context, offsets, order, terms, sums, parts, total, num_samples, num_features, *values.stride(),
         *(factor.stride() if factor is not None else (0, 0)), *(context.stride() if context is not None else (0, 0)),
         OPERATION=operation, CHUNK=CHUNK, BLOCK_ROWS=block_rows, BLOCK_FEATURES=block_features,
         NUM_STAGES=CONFIGURATIONS["sum_rows"].num_stages, num_warps=num_warps,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
 from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.sizes import cdiv
-from jagged.ops.elementwise import torch_impl
-from jagged.ops.elementwise.kernels import block_sizes
+from jagged.ops.elementwise.kernels import block_sizes, sum_rows
 from jagged.ops.elementwise.spec import Combined, Lookups, Nothing, Sums, Table, Terms, sum_dtype
 
 
@@ -51,6 +51,15 @@ def add_rows(x: Lookups, o: Nothing) -> Combined:
 
 
 def index_sums(x: Terms, o: Table) -> Sums:
-    """Sum by PyTorch, which checks no index on a GPU: terms of no row go to -1, which it leaves out, or to one row more."""
-    sums = torch_impl.index_sums(Terms(x.terms, x.places.clamp(-1, o.num_rows)), Table(o.num_rows + 1, o.dtype)).sums
-    return Sums(sums[:-1])
+    """Sum the terms of each row, in one order always, by `sum_rows_kernel` on sorted places.
+
+    PyTorch's gradient of a lookup adds up in another order each time.
+    """
+    narrow = torch.int16 if o.num_rows < 2**15 else torch.int32 if o.num_rows < 2**31 else torch.int64
+    places = x.places.long().clamp(-1, o.num_rows).to(narrow)
+    places, order = torch.sort(places, stable=True)
+    # Those that the table does not have stand before its first row and behind its last.
+    firsts = torch.arange(o.num_rows + 1, dtype=narrow, device=places.device)
+    sums = x.terms.new_empty(o.num_rows, x.terms.shape[1], dtype=o.dtype)
+    sum_rows(x.terms, None, None, torch.searchsorted(places, firsts), None, sums, "copy", order)
+    return Sums(sums)

@@ -518,6 +518,38 @@ def test_messages() -> None:
             module(rows, -1)
 
 
+@pytest.mark.parametrize(("norm", "dropout"), [("pre", 0.0), ("post", 0.0), ("pre", 0.5)])
+def test_a_network_that_is_computed_again_has_the_same_gradients(place: Place, norm: Any, dropout: float) -> None:
+    """And keeps less; with dropout in evaluation alone, for what is drawn is kept."""
+    found: list[list[Tensor]] = []
+    kept: dict[tuple[bool, bool], int] = {}
+    values = random_tensor((40, DIM), torch.float32, 3)
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        block = JaggedTransformerBlock(DIM, 2, norm=norm, dropout=dropout, hidden_dim=4 * DIM, recompute=recompute).to(
+            place.device
+        )
+        gradients: list[Tensor] = []
+        for mode in (True, False):
+            torch.manual_seed(1)
+            sizes: list[int] = []
+
+            def keep(tensor: Tensor, sizes: list[int] = sizes) -> Tensor:
+                sizes.append(tensor.nbytes)
+                return tensor
+
+            x = values.clone().requires_grad_()
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                out = block.train(mode)(JaggedTensor(x, offsets=torch.tensor([0, 15, 15, 40], device=place.device))).values()
+            gradients += [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *block.parameters()])]
+            kept[recompute, mode] = sum(sizes)
+        found.append(gradients)
+    assert len(found[0]) == 2 * (2 + len(list(block.parameters())))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert kept[True, False] < kept[False, False] / 2
+    assert (kept[True, True] < kept[False, True] / 2) == (not dropout)
+
+
 @pytest.mark.parametrize("block", [JaggedTransformerBlock, HSTUBlock])
 def test_compiles_to_one_graph(place: Place, block: type[nn.Module]) -> None:
     module = block(DIM, 3, max_distance=4, num_time_buckets=9).to(place.device)

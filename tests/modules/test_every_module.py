@@ -117,6 +117,7 @@ CASES = {
     ),
     "window with two sides": on_rows(lambda: JaggedSelfAttention(DIM, 2, causal=False, window=(2, 1), num_contextual=1)),
     "transformer": on_rows(lambda: JaggedTransformerBlock(DIM, 2, dropout=0.2, attention_dropout=0.1)),
+    "transformer that computes again": on_rows(lambda: JaggedTransformerBlock(DIM, 2, recompute=True)),
     "hstu": Case(
         lambda: HSTUBlock(DIM, 2, max_distance=3, num_time_buckets=5, dropout=0.2, normalizer=7),
         lambda module, x: module(x.rows, 1, times=x.items.values()).values(),

@@ -27,11 +27,12 @@ VARIANTS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("add_rows", {}, ("values",)),
     ("to_rows", {"HAS_FACTOR": False}, ("factor",)),
     ("to_rows", {"HAS_FACTOR": True}, ()),
+    ("sum_rows", {"OPERATION": "copy"}, ("factor", "context", "order", "terms")),
     ("sum_rows", {"OPERATION": "copy"}, ("factor", "context", "terms")),
-    ("sum_rows", {"OPERATION": "mul"}, ("context", "terms")),
-    ("sum_rows", {"OPERATION": "relu"}, ()),
-    ("sum_rows", {"OPERATION": "silu"}, ()),
-    ("sum_rows", {"OPERATION": "gelu"}, ()),
+    ("sum_rows", {"OPERATION": "mul"}, ("context", "order", "terms")),
+    ("sum_rows", {"OPERATION": "relu"}, ("order",)),
+    ("sum_rows", {"OPERATION": "silu"}, ("order",)),
+    ("sum_rows", {"OPERATION": "gelu"}, ("order",)),
     ("sum_parts", {}, ()),
     ("pairwise_difference", {}, ()),
     ("pairwise_difference", {}, ("starts",)),
@@ -71,6 +72,7 @@ def compile_variant(
         if name == "sum_rows":
             constants["NUM_STAGES"] = kernels.CONFIGURATIONS[name].num_stages
     types = dict.fromkeys(FLOATS, f"*{dtype}") | {"starts": "*i64", "parts": "*fp32"} | others
+    types["order"] = "*i64"
     types["offsets"] = types["places"] = "*i64" if dtype == "bf16" else "*i32"
     signature = {argument: types.get(argument, "i32") for argument in arguments if argument not in constants}
     wide = [x for x in signature if x in ("num_features", "num_context") or x.endswith(("row_stride", "sample_stride"))]

@@ -221,8 +221,12 @@ def test_where_no_kernel_is_it_is_pytorchs_own(place: Place, case: str) -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_it_is_the_operator(place: Place) -> None:
-    leaves = [random_tensor(of, torch.float32, seed).requires_grad_() for seed, of in enumerate(((9, 8), (7, 8), (7,)))]
+    leaves = [
+        random_tensor(of, torch.float32, seed).requires_grad_() for seed, of in enumerate(((shared.LEAST_ROWS, 8), (7, 8), (7,)))
+    ]
     assert "linear" in linear(*leaves).grad_fn.name()  # type: ignore[union-attr]
+    few = leaves[0].detach()[1:]
+    assert "linear" not in linear(few, *leaves[1:]).grad_fn.name()  # type: ignore[union-attr]
 
 
 @pytest.mark.skipif(PLACE.name == "interpret", reason="kernels are interpreted outside of PyTorch")
@@ -287,12 +291,13 @@ def test_a_graph_is_captured(place: Place) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(2**26 + 5, 64), (3, 2**30), (2**31 + 5, 1)])
 def test_addresses_beyond_31_bits(place: Place, shape: tuple[int, int]) -> None:
-    """Ones alone, of which every sum is known."""
-    rows = torch.ones(shape, dtype=torch.bfloat16, device=place.device)
+    """Ones, and threes in the second half, of which every sum is known."""
+    rows, half = torch.ones(shape, dtype=torch.bfloat16, device=place.device), shape[0] // 2
+    rows[half:] = 3
     for turned in (False, True) if shape[1] == 64 else (False,):
-        given_ = rows.view(shape[1], shape[0]).T if turned else rows
-        found = column_sums(given_, torch.float32)
-        assert torch.equal(found, torch.full_like(found, shape[0]))
+        given_ = rows.T.contiguous().T if turned else rows
+        found = column_sums(given_, torch.float32).double()
+        torch.testing.assert_close(found, torch.full_like(found, 3 * shape[0] - 2 * half), rtol=1e-6, atol=0)
 
 
 @pytest.mark.gpu
