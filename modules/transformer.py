@@ -28,9 +28,9 @@ class JaggedTransformerBlock(JaggedModule):
         norm: `"pre"` normalises the input of each part, `"post"` the sum of its input and output.
         num_key_heads, causal, window, num_contextual, rotary, max_distance, num_time_buckets, attention_dropout: as for
             `JaggedSelfAttention`. For learned positions a `PositionalEncoding` stands before the first block.
-        recompute: keep of the feed-forward network its input alone, and compute it again in the backward pass. In bfloat16 a block
-            then keeps a quarter less, where `hidden_dim` is `embedding_dim`. Not under `torch.compile`, which chooses by itself,
-            nor with dropout while training.
+        recompute: keep of the feed-forward network its input alone, and compute it again in the backward pass. Under bfloat16's
+            autocast a block then keeps a quarter less, where `hidden_dim` is `embedding_dim`. Not under `torch.compile`, which
+            chooses by itself, nor with dropout while training.
         device: where parameters live; `"meta"` allocates nothing.
 
     Shape:
