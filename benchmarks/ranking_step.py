@@ -4,8 +4,8 @@
     python -m benchmarks.ranking_step --only "zipf ids skewed" --seconds 400
     python -m benchmarks.ranking_step --device cpu          # to try it, tiny sizes; nothing is saved
 
-With `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` in the environment memory is, on all sides, as `jagged train` has it; the
-result says what was there.
+With `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` in the environment memory is, on all sides, as `jagged train` has it; each
+row says what was there.
 
 A made-up table of requests with one candidate each: 50 ids and 10 numbers of the request, 30 ids and 10 numbers of the
 candidate, two labels, and three histories of 200 ids on the mean. Ids are uniform or Zipf's. Lengths are skewed (log-normal, cut
@@ -15,8 +15,8 @@ by a history and by an id of the candidate.
 `jagged` is `RankingModel` under the trainer's engine, in bfloat16 under autocast, by CUDA graphs, as the trainer does it where
 nothing else is said; batches are filled up for them. Tables have fused row-wise Adagrad, all else AdamW. `jagged_clipped` also
 clips the global norm, tables and all, which is the trainer's default and which updates in a backward pass cannot do.
-`jagged_launches` launches kernel by kernel. `jagged_recompute` encodes histories again in the backward pass, by graphs, and
-`jagged_recompute_launches` kernel by kernel.
+`jagged_launches` launches kernel by kernel. `jagged_recompute` encodes histories again in the backward pass (activation
+checkpointing), by graphs, and `jagged_recompute_launches` kernel by kernel. The others keep what they need, as by default.
 
 The others (`padded_ranking`) look ids up by TorchRec's collections and pad what comes out to the batch's longest history. Blocks
 attend causally without a mask, as padding stands behind; candidates attend with a mask of padding. Weights, layers, optimizers,
@@ -66,6 +66,7 @@ from torch import Tensor
 from benchmarks.common import ROOT, environment, other_parts, peak_bytes, save, seconds_of, spread
 from benchmarks.embedding_cases import zipf_ranks
 from benchmarks.padded_ranking import DECAY, RATE, Preparation, Prepared, Rival, kinds_of, without_kernels
+from jagged.allocator import NAMES
 from jagged.config import TrainerConfig
 from jagged.data import Column, Dataset, Kind, Schema
 from jagged.data.table_batches import Batch, Part
@@ -349,6 +350,7 @@ def measured(batch: int, kinds: Sequence[str], part: Part, size: Size, processes
     lock = processes.device.type == "cuda"
     batches, prepared = ready(part, batch, size.ready, size, lock=lock), Preparation(part, lock=lock)
     row: dict[str, Any] = {"requests": batch, "filled": filled(batches, prepared.inputs.list_histories)}
+    row["allocator"] = " ".join(os.environ[name] for name in NAMES if name in os.environ)
     given: Sequence[Any] = batches
     for kind in (*OURS, *kinds):
         if kind not in OURS and given is batches:
@@ -510,7 +512,6 @@ def main() -> None:
     facts = environment(options.device)
     former = other_parts("ranking_step", facts) if is_cuda else {}
     results: dict[str, Any] = {"environment": facts, "workload": size._asdict(), "bars": BARS}
-    results["allocator"] = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     results |= {part: former.get(part, {}) for part in ("agreement", "steps", "losses")}
 
     def keep() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
-# The first is read by later versions of PyTorch alone.
-_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+# By any of these a user may say otherwise. All versions read the last one.
+NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def use_expandable_segments() -> None:
@@ -18,5 +18,5 @@ def use_expandable_segments() -> None:
     Source:
         PyTorch, CUDA semantics, "Optimizing memory usage with `PYTORCH_CUDA_ALLOC_CONF`", `expandable_segments`.
     """
-    if sys.platform == "linux" and not any(name in os.environ for name in _NAMES):
-        os.environ[_NAMES[-1]] = "expandable_segments:True"
+    if sys.platform == "linux" and not any(name in os.environ for name in NAMES):
+        os.environ[NAMES[-1]] = "expandable_segments:True"

@@ -21,7 +21,6 @@ from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import with_values
 from jagged.modules.label_groups import LabelGroups, group_at_random, group_by_embedding, group_by_frequency
 from jagged.modules.layer_norm import LayerNorm
-from jagged.modules.linear import Linear
 from jagged.modules.mlp import JaggedMLP
 from jagged.modules.pooling import JaggedPooling
 from jagged.modules.positions import PositionalEncoding, TimeEncoding
@@ -62,7 +61,6 @@ __all__ = [
     "JaggedTransformerBlock",
     "LabelGroups",
     "LayerNorm",
-    "Linear",
     "LogUniformSampler",
     "MaskedItems",
     "MixedSampler",

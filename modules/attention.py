@@ -8,7 +8,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import check_samples, check_width, with_values
-from jagged.modules.linear import Linear
+from jagged.modules.linear import apply_layer
 from jagged.modules.positions import positions_with_targets, rotate
 from jagged.ops import Window, jagged_attention
 
@@ -155,8 +155,8 @@ class JaggedSelfAttention(JaggedModule):
         self.relative_bias, self.time_bias = bias_parameters(num_heads, max_distance, num_time_buckets, device)
         draw_biases(self.relative_bias, self.time_bias)
         projected = embedding_dim // num_heads * (num_heads + 2 * num_key_heads)
-        self.qkv_projection = Linear(embedding_dim, projected, device=device)
-        self.output_projection = Linear(embedding_dim, embedding_dim, device=device)
+        self.qkv_projection = nn.Linear(embedding_dim, projected, device=device)
+        self.output_projection = nn.Linear(embedding_dim, embedding_dim, device=device)
 
     def reset_parameters(self) -> None:
         """Draw new weights: torch's defaults for linear layers, biases of scores with a standard deviation of 0.02."""
@@ -169,7 +169,7 @@ class JaggedSelfAttention(JaggedModule):
         check_width("x", values, self.qkv_projection.in_features)
         check_times(times, self.time_bias)
         # [sum L, H + 2 * Hkv, width]: q, k and v are views of one projection, which the kernels take as they stand.
-        qkv = self.qkv_projection(values).unflatten(1, (sum(heads), -1))
+        qkv = apply_layer(self.qkv_projection, values).unflatten(1, (sum(heads), -1))
         if self.rotary:
             qk, v = qkv.split((heads[0] + heads[1], heads[2]), 1)
             q, k = rotate(qk, positions_with_targets(offsets, values.shape[0], num_targets)).split(heads[:2], 1)
@@ -189,7 +189,7 @@ class JaggedSelfAttention(JaggedModule):
             q_times=times,
             dropout_p=self.attention_dropout if self.training else 0.0,
         )
-        return with_values(x, self.output_projection(attended.flatten(1)))
+        return with_values(x, apply_layer(self.output_projection, attended.flatten(1)))
 
 
 class JaggedCrossAttention(JaggedModule):
@@ -246,9 +246,9 @@ class JaggedCrossAttention(JaggedModule):
         self.num_heads = num_heads
         self.num_key_heads = num_key_heads
         self.attention_dropout = attention_dropout
-        self.q_projection = Linear(embedding_dim, embedding_dim, device=device)
-        self.kv_projection = Linear(key_dim, embedding_dim // num_heads * 2 * num_key_heads, device=device)
-        self.output_projection = Linear(embedding_dim, embedding_dim, device=device)
+        self.q_projection = nn.Linear(embedding_dim, embedding_dim, device=device)
+        self.kv_projection = nn.Linear(key_dim, embedding_dim // num_heads * 2 * num_key_heads, device=device)
+        self.output_projection = nn.Linear(embedding_dim, embedding_dim, device=device)
 
     def forward(self, queries: JaggedTensor | Tensor, memory: JaggedTensor) -> JaggedTensor | Tensor:
         """Attend to the memory; the result has the form of the queries."""
@@ -264,8 +264,9 @@ class JaggedCrossAttention(JaggedModule):
         check_samples(
             "memory", k_offsets.shape[0] - 1, "queries", q_offsets.shape[0] - 1, "a sample without memory is one of length 0"
         )
-        q = self.q_projection(values).unflatten(1, (self.num_heads, -1))
-        k, v = self.kv_projection(rows).unflatten(1, (2, self.num_key_heads, -1)).unbind(1)
+        q = apply_layer(self.q_projection, values).unflatten(1, (self.num_heads, -1))
+        k, v = apply_layer(self.kv_projection, rows).unflatten(1, (2, self.num_key_heads, -1)).unbind(1)
         dropout = self.attention_dropout if self.training else 0.0
-        output = self.output_projection(jagged_attention(q, k, v, q_offsets, k_offsets, dropout_p=dropout).flatten(1))
+        attended = jagged_attention(q, k, v, q_offsets, k_offsets, dropout_p=dropout)
+        output = apply_layer(self.output_projection, attended.flatten(1))
         return output.view(queries.shape) if isinstance(queries, Tensor) else with_values(queries, output)

@@ -10,7 +10,7 @@ from jagged.modules.attention import bias_parameters, check_times, draw_biases
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import check_width, with_values
 from jagged.modules.layer_norm import LayerNorm
-from jagged.modules.linear import Linear
+from jagged.modules.linear import apply_layer
 from jagged.ops import Window, jagged_hstu_attention
 
 
@@ -107,9 +107,9 @@ class HSTUBlock(JaggedModule):
         self.relative_bias, self.time_bias = bias_parameters(num_heads, max_distance, num_time_buckets, device)
         width = num_heads * (embedding_dim // num_heads if head_dim is None else head_dim)
         self.input_norm = LayerNorm(embedding_dim, 1e-6, autocast_output=True, device=device)
-        self.uvqk_projection = Linear(embedding_dim, 4 * width, device=device)
+        self.uvqk_projection = nn.Linear(embedding_dim, 4 * width, device=device)
         self.attention_norm = LayerNorm(width, 1e-6, autocast_output=True, device=device)
-        self.output_projection = Linear(width, embedding_dim, device=device)
+        self.output_projection = nn.Linear(width, embedding_dim, device=device)
         self.dropout = nn.Dropout(dropout)
         self.reset_parameters()
 
@@ -128,7 +128,7 @@ class HSTUBlock(JaggedModule):
         values = x.values()
         check_width("x", values, self.input_norm.normalized_shape[0])
         check_times(times, self.time_bias)
-        projected = nn.functional.silu(self.uvqk_projection(self.input_norm(values)))
+        projected = nn.functional.silu(apply_layer(self.uvqk_projection, self.input_norm(values)))
         # [sum L, H, head_dim] each: views of one tensor, which the kernels take as they stand.
         u, v, q, k = projected.unflatten(1, (4, self.num_heads, -1)).unbind(1)
         attended = jagged_hstu_attention(
@@ -145,4 +145,4 @@ class HSTUBlock(JaggedModule):
             normalizer=self.normalizer,
         )
         gated = self.attention_norm(attended.flatten(1)) * u.flatten(1)
-        return with_values(x, values + self.output_projection(self.dropout(gated)))
+        return with_values(x, values + apply_layer(self.output_projection, self.dropout(gated)))

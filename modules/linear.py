@@ -1,47 +1,38 @@
-"""The linear layer of many rows."""
+"""Linear layers of many rows, whose parameters stay in `torch.nn.Linear`."""
 
 from __future__ import annotations
 
+from typing import cast
+
+import torch
 from torch import Tensor, nn
 
-from jagged.modules.jagged_module import JaggedModule
 from jagged.ops import linear
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-class Linear(JaggedModule, nn.Linear):
-    """`torch.nn.Linear`, whose gradient of the bias is on a GPU one pass over the rows (`jagged.ops.linear`).
 
-    Parameters, their names and how they begin, and results are PyTorch's. On a CPU it is PyTorch's own.
+def apply_layer(layer: nn.Module, x: Tensor) -> Tensor:
+    """Return `layer(x)`: of a plain `torch.nn.Linear` by `jagged.ops.linear`, whose sums over many rows are fast.
 
-    Args:
-        in_features: width of rows in.
-        out_features: width of rows out.
-        bias: whether there is one.
-        device: where parameters live; `"meta"` allocates nothing.
-        dtype: of the parameters.
-
-    Shape:
-        `[..., in_features]` floats in, `[..., out_features]` out.
-
-    Raises:
-        ValueError: rows of another width.
-        TypeError: no tensor, or one of integers or of another dtype than the parameters.
-
-    Example:
-        >>> import torch
-        >>> from jagged.modules import Linear
-        >>> Linear(8, 4)(torch.randn(5, 8)).shape
-        torch.Size([5, 4])
+    The layer stays PyTorch's, so that what exchanges layers by their type finds it, as quantisation does. What stands in its
+    place then, has hooks or is parametrised, is called.
     """
+    if type(layer) is not nn.Linear or any(getattr(layer, name) for name in _HOOKS) or _has_global_hooks():
+        return cast(Tensor, layer(x))
+    return linear(x, layer.weight, layer.bias)
 
-    def reset_parameters(self) -> None:
-        """Draw new weights, as PyTorch does."""
-        nn.Linear.reset_parameters(self)
 
-    def extra_repr(self) -> str:
-        """Show widths, and whether there is a bias."""
-        return nn.Linear.extra_repr(self)
+def _has_global_hooks() -> bool:
+    hooks = torch.nn.modules.module
+    return any(getattr(hooks, f"_global{name}") for name in _HOOKS)
+
+
+class Layers(nn.Sequential):
+    """`torch.nn.Sequential` with `apply_layer` of each."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform each row."""
-        return linear(x, self.weight, self.bias)
+        """Apply one after the other."""
+        for layer in self:
+            x = apply_layer(layer, x)
+        return x

@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import check_samples, check_width, with_values
-from jagged.modules.linear import Linear
+from jagged.modules.linear import apply_layer
 from jagged.ops import (
     ACTIVATIONS,
     Activation,
@@ -94,7 +94,7 @@ class TargetAttention(JaggedModule):
         # A last bias would move all weights of a sample alike, which the softmax does not see.
         biases = [True] * len(layer_sizes) + [not softmax]
         self.layers = nn.ModuleList(
-            Linear(a, b, bias, device=device) for (a, b), bias in zip(itertools.pairwise(widths), biases, strict=True)
+            nn.Linear(a, b, bias, device=device) for (a, b), bias in zip(itertools.pairwise(widths), biases, strict=True)
         )
 
     def forward(
@@ -160,7 +160,7 @@ class TargetAttention(JaggedModule):
     def _weights(self, hidden: Tensor, others: list[nn.Linear]) -> Tensor:
         """The numbers that the network makes of what its first layer gives, `[*, layer_sizes[0]] -> [*]`."""
         for layer in others:
-            hidden = layer(ACTIVATIONS[self.activation](hidden))
+            hidden = apply_layer(layer, ACTIVATIONS[self.activation](hidden))
         return hidden.squeeze(-1)
 
 

@@ -6,14 +6,14 @@ from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.attention import JaggedSelfAttention
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import with_values
 from jagged.modules.layer_norm import LayerNorm
-from jagged.modules.linear import Linear
+from jagged.modules.linear import Layers
+from jagged.modules.recompute import computed_again
 from jagged.ops import Window
 
 
@@ -28,9 +28,9 @@ class JaggedTransformerBlock(JaggedModule):
         norm: `"pre"` normalises the input of each part, `"post"` the sum of its input and output.
         num_key_heads, causal, window, num_contextual, rotary, max_distance, num_time_buckets, attention_dropout: as for
             `JaggedSelfAttention`. For learned positions a `PositionalEncoding` stands before the first block.
-        recompute: keep of the feed-forward network its input alone, and compute it again in the backward pass. Under bfloat16's
-            autocast a block then keeps a quarter less, where `hidden_dim` is `embedding_dim`. Not under `torch.compile`, which
-            chooses by itself, nor with dropout while training.
+        recompute: activation checkpointing of the feed-forward network: its input alone is kept, and it is computed again in the
+            backward pass. Under bfloat16's autocast a block then keeps a quarter less, where `hidden_dim` is `embedding_dim`. A
+            compiled step keeps what its compiler chooses, CUDA graphs have no dropout with it, and `torch.func` refuses it.
         device: where parameters live; `"meta"` allocates nothing.
 
     Shape:
@@ -88,11 +88,11 @@ class JaggedTransformerBlock(JaggedModule):
             device=device,
         )
         self.feed_forward_norm = LayerNorm(embedding_dim, autocast_output=is_read, device=device)
-        self.feed_forward = nn.Sequential(
-            Linear(embedding_dim, hidden_dim, device=device),
+        self.feed_forward = Layers(
+            nn.Linear(embedding_dim, hidden_dim, device=device),
             nn.GELU(),
             nn.Dropout(dropout),
-            Linear(hidden_dim, embedding_dim, device=device),
+            nn.Linear(hidden_dim, embedding_dim, device=device),
         )
         self.dropout = nn.Dropout(dropout)
 
@@ -111,10 +111,7 @@ class JaggedTransformerBlock(JaggedModule):
 
     def _transformed(self, values: Tensor) -> Tensor:
         """The second part, of which with `recompute` nothing but the rows is kept."""
-        draws = self.training and self.dropout.p > 0
-        if not self.recompute or draws or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return self._feed_forward(values)
-        return cast(Tensor, checkpoint(self._feed_forward, values, use_reentrant=False, preserve_rng_state=False))
+        return cast(Tensor, computed_again(self, self._feed_forward, values)) if self.recompute else self._feed_forward(values)
 
     def _feed_forward(self, values: Tensor) -> Tensor:
         if self.norm == "pre":

@@ -228,7 +228,7 @@ class RankingOptions(RequestModelOptions):
     num_layers: int = option(1, "transformer blocks on the history; 0 for none", ge=0)
     num_heads: int = option(2, "attention heads; must divide embedding_dim", ge=1)
     num_time_buckets: int | None = option(64, "buckets of the time since an event; none for none", ge=1)
-    recompute: bool = option(False, "encode histories again in the backward pass: less memory, more time")
+    recompute: bool = option(False, "activation checkpointing: histories are encoded again in the backward pass")
     layer_sizes: tuple[int, ...] = option(
         (128, 64), "widths: where request and candidate meet, then of each task's hidden layers; may be repeated"
     )
@@ -275,7 +275,7 @@ class DINOptions(RequestModelOptions):
         (64, 16), "widths of the hidden layers of the network that weighs an event for a candidate; may be repeated"
     )
     activation: Literal["silu", "relu", "gelu"] = option("silu", "what follows these layers")
-    recompute: bool = option(False, "encode histories again in the backward pass: less memory, more time")
+    recompute: bool = option(False, "activation checkpointing: histories are encoded again in the backward pass")
     layer_sizes: tuple[int, ...] = option(
         (128, 64), "widths: where request and candidate meet, then of each task's hidden layers; may be repeated"
     )

@@ -11,7 +11,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.models.experts import PLE, GroupedMLP, MMoE
 from jagged.models.interactions import CrossNet, DotInteraction, FeatureTokens, Wukong
-from jagged.modules import JaggedMLP, JaggedModule, Linear
+from jagged.modules import JaggedMLP, JaggedModule
+from jagged.modules.linear import Layers
 
 Device = torch.device | str | None
 
@@ -210,7 +211,7 @@ class DCNBody(JaggedModule):
             else perceptron(width, sizes, dropout, device, last=True)
         )
         self.dropout = nn.Dropout(dropout)
-        self.logits = Linear(sizes[-1] if self.is_stacked else sizes[-1] + width, num_tasks, device=device)
+        self.logits = nn.Linear(sizes[-1] if self.is_stacked else sizes[-1] + width, num_tasks, device=device)
 
     def forward(self, x: Vectors) -> Tensor:
         """Return logits `[S, T]`."""
@@ -275,5 +276,5 @@ def perceptron(
     """Linear layers with a ReLU and dropout between them, and with `last` behind the last one."""
     layers: list[nn.Module] = []
     for wide, narrow in zip([in_features, *layer_sizes], layer_sizes, strict=False):
-        layers += [Linear(wide, narrow, device=device), nn.ReLU(), nn.Dropout(dropout)]
-    return nn.Sequential(*(layers if last else layers[:-2]))
+        layers += [nn.Linear(wide, narrow, device=device), nn.ReLU(), nn.Dropout(dropout)]
+    return Layers(*(layers if last else layers[:-2]))

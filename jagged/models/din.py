@@ -13,6 +13,7 @@ from jagged.models.bodies import GeneralBody, Widths
 from jagged.models.features import HistoryEncoder, RankingInputs, check_histories
 from jagged.models.request_model import RequestModel
 from jagged.modules import LayerNorm, TargetAttention, with_values
+from jagged.modules.linear import apply_layer
 from jagged.ops import Activation
 
 
@@ -38,7 +39,7 @@ class TargetHistory(HistoryEncoder):
         """Return what candidates read, `[S, embedding_dim]`; there is no mean."""
         # `check_histories` has seen to it.
         assert queries is not None
-        events = with_values(x, self.event_norm(self.projection(x.values())))
+        events = with_values(x, self.event_norm(apply_layer(self.projection, x.values())))
         candidates = with_values(queries, self.candidate_norm(queries.values()))
         return None, cast(JaggedTensor, self.attention(events, candidates, num_pairs)).values()
 

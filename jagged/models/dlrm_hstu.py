@@ -12,6 +12,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from jagged.models.features import HistoryEncoder, RankingInputs, check_histories
 from jagged.models.ranking import RankingModel
 from jagged.modules import HSTUBlock, LayerNorm, PositionalEncoding
+from jagged.modules.linear import apply_layer
 from jagged.ops import jagged_concat, jagged_split, sample_of_row
 
 
@@ -57,7 +58,7 @@ class HSTUHistory(HistoryEncoder):
         """Return what candidates read, `[S, embedding_dim]`; there is no mean."""
         # `check_histories` has seen to it.
         assert queries is not None
-        events, candidates, offsets = self.projection(x.values()), queries.values(), x.offsets()
+        events, candidates, offsets = apply_layer(self.projection, x.values()), queries.values(), x.offsets()
         targets = queries.offsets().to(offsets.dtype)
         joined, ends = jagged_concat([events, candidates], [offsets, targets])
         counts, when = targets.diff(), None

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from jagged.modules import JaggedModule, Linear
+from jagged.modules import JaggedModule
 from jagged.ops import ACTIVATIONS, Activation, grouped_linear, mix_groups
 
 
@@ -363,7 +363,7 @@ class GateUnit(JaggedModule):
         super().__init__()
         hidden = out_features if hidden_features is None else hidden_features
         self.layers = nn.Sequential(
-            Linear(in_features, hidden, device=device), nn.ReLU(), Linear(hidden, out_features, device=device)
+            nn.Linear(in_features, hidden, device=device), nn.ReLU(), nn.Linear(hidden, out_features, device=device)
         )
 
     def forward(self, x: Tensor) -> Tensor:

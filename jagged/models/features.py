@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jagged.data import Kind
@@ -18,11 +17,12 @@ from jagged.modules import (
     JaggedPooling,
     JaggedTransformerBlock,
     LayerNorm,
-    Linear,
     PositionalEncoding,
     TimeEncoding,
     with_values,
 )
+from jagged.modules.linear import apply_layer
+from jagged.modules.recompute import computed_again
 
 if TYPE_CHECKING:
     from jagged.data.encoding import Statistics
@@ -340,8 +340,8 @@ class HistoryEncoder(JaggedModule):
     ) -> None:
         super().__init__()
         self.keys, self.is_gathered = list(keys), is_gathered
-        self.recompute, self._has_dropout = bool(config["recompute"]), config["dropout"] > 0
-        self.projection = Linear(in_features, config["embedding_dim"], device=device)
+        self.recompute = bool(config.get("recompute"))
+        self.projection = nn.Linear(in_features, config["embedding_dim"], device=device)
         self._build(config, has_candidates, device)
 
     def _build(self, config: Mapping[str, Any], has_candidates: bool, device: torch.device | str | None) -> None:
@@ -371,21 +371,19 @@ class HistoryEncoder(JaggedModule):
         raise NotImplementedError
 
     def encoded(self, x: JaggedTensor, queries: JaggedTensor | None, *others: Any) -> tuple[Tensor | None, Tensor | None]:
-        """Call it; with `recompute` nothing but the events and queries stays for backward, which calls it again.
-
-        A compiled step keeps what its compiler chooses.
-        """
-        if not self.recompute or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        """Call it; with `recompute` nothing but the events and queries stays for backward, which calls it again."""
+        if not self.recompute:
             return cast("tuple[Tensor | None, Tensor | None]", self(x, queries, *others))
+        # TorchRec's tensors make these when they are first asked for: it is to see the same both times.
+        x.offsets()
+        if queries is not None:
+            queries.offsets()
 
-        def again(events: Tensor, candidates: Tensor | None) -> Any:
+        def encode(events: Tensor, candidates: Tensor | None) -> Any:
             of_candidates = None if queries is None or candidates is None else with_values(queries, candidates)
             return self(with_values(x, events), of_candidates, *others)
 
-        # A captured graph may not look at the random state.
-        draws = self.training and self._has_dropout
-        rows = None if queries is None else queries.values()
-        found = checkpoint(again, x.values(), rows, use_reentrant=False, preserve_rng_state=draws)
+        found = computed_again(self, encode, x.values(), None if queries is None else queries.values())
         return cast("tuple[Tensor | None, Tensor | None]", found)
 
 
@@ -413,7 +411,7 @@ class History(HistoryEncoder):
         num_pairs: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Return the mean and what candidates read."""
-        x = self.positions(with_values(x, self.projection(x.values())))
+        x = self.positions(with_values(x, apply_layer(self.projection, x.values())))
         x = x if self.times is None or times is None else self.times(x, *times)
         for block in self.blocks:
             x = block(x)

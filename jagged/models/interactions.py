@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.models.experts import GroupedLinear
-from jagged.modules import JaggedModule, LayerNorm, Linear, with_values
+from jagged.modules import JaggedModule, LayerNorm, with_values
 from jagged.modules.jagged_tensor import check_samples
 from jagged.ops import ACTIVATIONS, Activation, jagged_cross, jagged_dense_add, jagged_dense_bmm, jagged_linear
 
@@ -87,11 +87,11 @@ class CrossNet(JaggedModule):
 
         def layer() -> nn.Module:
             if rank is None:
-                return Linear(in_features, in_features, device=device)
+                return nn.Linear(in_features, in_features, device=device)
             if num_experts is not None:
                 return _Experts(in_features, rank, num_experts, activation, device)
             return nn.Sequential(
-                nn.Linear(in_features, rank, bias=False, device=device), Linear(rank, in_features, device=device)
+                nn.Linear(in_features, rank, bias=False, device=device), nn.Linear(rank, in_features, device=device)
             )
 
         self.layers = nn.ModuleList(layer() for _ in range(num_layers))
@@ -395,7 +395,7 @@ class WukongLayer(JaggedModule):
         widths = [num_tokens * rank, *hidden_sizes, num_fm_tokens * token_dim]
         layers: list[nn.Module] = [LayerNorm(widths[0], autocast_output=True, device=device)]
         for a, b in itertools.pairwise(widths):
-            layers += [Linear(a, b, device=device), nn.ReLU()]
+            layers += [nn.Linear(a, b, device=device), nn.ReLU()]
         self.mlp = nn.Sequential(*layers[:-1])
         self.norm = LayerNorm(token_dim, device=device)
 
@@ -554,7 +554,9 @@ class MaskBlock(JaggedModule):
         hidden = 2 * guide if mask_features is None else mask_features
         _check_sizes(in_features=in_features, out_features=out_features, guide_features=guide, mask_features=hidden)
         self.norm = LayerNorm(in_features, device=device) if normalize else None
-        self.mask = nn.Sequential(Linear(guide, hidden, device=device), nn.ReLU(), Linear(hidden, in_features, device=device))
+        self.mask = nn.Sequential(
+            nn.Linear(guide, hidden, device=device), nn.ReLU(), nn.Linear(hidden, in_features, device=device)
+        )
         # The bias is that of the layer norm.
         self.hidden = nn.Linear(in_features, out_features, bias=False, device=device)
         self.hidden_norm = LayerNorm(out_features, device=device)
@@ -652,7 +654,7 @@ class _MaskBlocks(nn.Module):
         super().__init__()
         self.count = count
         self.norm = LayerNorm(in_features, device=device)
-        self.mask = Linear(in_features, count * mask_features, device=device)
+        self.mask = nn.Linear(in_features, count * mask_features, device=device)
         self.mask_out = GroupedLinear(mask_features, in_features, count, device=device)
         self.hidden = GroupedLinear(in_features, out_features, count, bias=False, device=device)
         self.hidden_norm = _LayerNorms(count, out_features, device=device)

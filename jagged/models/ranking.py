@@ -45,8 +45,9 @@ class RankingModel(RequestModel):
         layer_sizes: the first is the width of the linear layer where request and candidate meet, the others those of each
             tower's hidden layers.
         dropout: probability, in blocks and towers.
-        recompute: encode histories again in the backward pass, one after the other, instead of keeping what it needs of all of
-            them: less memory for more time, and the same gradients. A compiled step keeps what its compiler chooses.
+        recompute: activation checkpointing of the histories: they are encoded again in the backward pass, one after the other,
+            instead of keeping what it needs of all of them. Less memory for more time, and the same gradients. A compiled step
+            keeps what its compiler chooses, and CUDA graphs have no dropout with it.
         experts: what stands between that layer and the towers: `"mmoe"` (`MMoE`), `"ple"` (`PLE`), or None.
         num_experts: of `"mmoe"` all, of `"ple"` those of each task and the shared ones.
         expert_sizes: widths of an expert's layers.

@@ -35,11 +35,11 @@ from jagged.models.tasks import LOSSES, REQUEST_LOSSES, LossName, PairwiseLoss, 
 from jagged.modules import (
     JaggedModule,
     JaggedPooling,
-    Linear,
     ScheduledEmbeddingBagCollection,
     ScheduledEmbeddingCollection,
     with_values,
 )
+from jagged.modules.linear import apply_layer
 from jagged.ops import sample_of_row
 from jagged.pointwise import PointwiseMetrics
 
@@ -474,7 +474,7 @@ class _Scorer(JaggedModule):
                 events += sum(of(inputs.history_lists)) + beside["history"] + 2 * inputs.history_labels
             self.histories.append(encoder(keys, events, config, known > 0, is_gathered, device))
         # One of the candidates' features for all histories, whose attention projects it anew.
-        self.query = Linear(known, dim, device=device) if len(self.histories) and known else None
+        self.query = nn.Linear(known, dim, device=device) if len(self.histories) and known else None
         of_request = beside["request"]
         for keys in inputs.histories:
             requests += [*of(keys), *([dim] if encoder is not None and encoder.has_mean else [])]
@@ -542,7 +542,7 @@ class _Scorer(JaggedModule):
         if self.query is not None:
             parts = [*candidates, *of_candidate]
             own = torch.cat(parts, 1)
-            queries = JaggedTensor(self.query(own), offsets=batch.candidate_offsets)
+            queries = JaggedTensor(apply_layer(self.query, own), offsets=batch.candidate_offsets)
             # Cut again, so that the two gradients are added once and not part by part.
             parts = list(own.split([part.shape[1] for part in parts], 1))
             candidates, of_candidate = parts[: len(candidates)], parts[len(candidates) :]

@@ -438,17 +438,31 @@ def _kept_bytes(task: nn.Module, batch: Any, precision: str, device: torch.devic
 
 
 def _kept_of_requests(task: RequestModel, batch: Batch, precision: str, device: torch.device) -> int:
-    """The same; where histories are encoded again, with all that they show and what the largest one needs."""
-    kept = _kept_bytes(task, batch, precision, device)
+    """The same; where histories are encoded again, with what they are encoded of, and what the largest one needs beside it."""
     again = [part for part in task.modules() if isinstance(part, HistoryEncoder) and part.recompute]
-    alone, shown = [], []
-    for history in again:
-        history.recompute = False
-        hook = history.register_forward_pre_hook(lambda _, given: shown.append(given[0].values().nbytes))
-        alone.append(_kept_bytes(task, batch, precision, device) - kept)
-        hook.remove()
+    given: dict[int, int] = {}
+
+    def note(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        for storage in (of.values().untyped_storage() for of in inputs[:2] if of is not None):
+            given[storage.data_ptr()] = storage.nbytes()
+
+    hooks = [history.register_forward_pre_hook(note) for history in again]
+    try:
+        kept = _kept_bytes(task, batch, precision, device) + sum(given.values())
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return kept + max((_kept_more(task, history, batch, precision, device) for history in again), default=0)
+
+
+def _kept_more(task: RequestModel, history: HistoryEncoder, batch: Batch, precision: str, device: torch.device) -> int:
+    """What is kept more where a history is encoded once."""
+    kept = _kept_bytes(task, batch, precision, device)
+    history.recompute = False
+    try:
+        return _kept_bytes(task, batch, precision, device) - kept
+    finally:
         history.recompute = True
-    return kept + sum(shown) + max(alone, default=0)
 
 
 def _is_weight_copy(tensor: Tensor, task: nn.Module) -> bool:

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from jagged.artifacts.errors import shown
 from jagged.config import TrainerConfig
 from jagged.models import DIN, REQUEST_MODELS, NextItemTask, RequestModel
+from jagged.models.features import HistoryEncoder
 from jagged.modules import HeldUpdates
+from jagged.modules.recompute import draws
 from jagged.modules.trained_tables import TrainedTables
 from jagged.training.errors import TrainingError
 from jagged.training.optimizer import table_names
@@ -61,9 +63,9 @@ def _hindrance(config: TrainerConfig, task: nn.Module, processes: Processes) -> 
         return f"the frozen table {min(frozen)}", "tables that all learn"
     if table_names(task) and not updates_rows(task, config, 1):
         return f"table_optimizer {config.table_optimizer}", "one that updates row by row"
-    if task.config.get("recompute") and task.config["dropout"] > 0:
-        # A step that is computed again draws by the random state that it had, at which a capture may not look.
-        return f"recompute and dropout {task.config['dropout']:g}", "one of both"
+    if any(part.recompute and draws(part, ever=True) for part in task.modules() if isinstance(part, HistoryEncoder)):
+        # What is computed again draws by the random state that it had, at which a capture may not look.
+        return "recompute and dropout", "no dropout of histories, or no recompute"
     # Not all sizes of a step are known of its batch.
     if "pairwise" in task.losses.values():
         return "the loss pairwise", "binary, focal or listwise"

@@ -22,7 +22,7 @@ _HANDLING = (
     "patience", "num_workers", "checkpoint_every", "checkpoint_seconds", "cuda_graphs", "release_memory", "hang_seconds",
     "tensorboard", "table_plan", "table_cache_bytes",
 )  # fmt: skip
-_MAY_CHANGE = frozenset(("output", "device", "evaluation.eval_batch_size", *_HANDLING, *_READING))
+_MAY_CHANGE = frozenset(("output", "device", "evaluation.eval_batch_size", "model.recompute", *_HANDLING, *_READING))
 # What may differ beside them where the number of processes does: with it the joint batch stays as large as it was.
 _SHARING = frozenset(("batch_size", "max_tokens", "accumulate"))
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from jagged.ops._shared.operator import Differentiable, Operator, operator
 
@@ -108,17 +110,22 @@ COLUMN_SUMS: Operator[Rows, Summing, Sums] = operator(
 
 def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None = None) -> Tensor:
     """Return `x @ weight.T + bias` for x `[..., in]`: PyTorch's function, or where the sums of columns have a kernel `LINEAR`."""
-    if backend is None and not _has_slow_sum(x, bias):
+    if backend is None and not _has_slow_sum(x, weight, bias):
         return torch.nn.functional.linear(x, weight, bias)
     rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
     output = LINEAR(Inputs(rows, weight, bias), NoOptions(), backend).output
     return output if x.dim() == 2 else output.view(*x.shape[:-1], weight.shape[0])
 
 
-def _has_slow_sum(x: Tensor, bias: Tensor | None) -> bool:
+def _has_slow_sum(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the gradient of the bias will be a sum that PyTorch makes slowly; a compiler fuses it by itself."""
-    if bias is None or not bias.requires_grad or not x.is_cuda or x.dtype == torch.float64:
+    if bias is None or not x.is_cuda or x.dtype == torch.float64 or x.numel() < LEAST_ROWS * max(x.shape[-1], 1):
         return False
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    # The operator keeps rows and weight, whichever gradients are asked for.
+    if not torch.is_grad_enabled() or not all(of.requires_grad and type(of) in (Tensor, Parameter) for of in (x, weight, bias)):
         return False
-    return x.numel() >= LEAST_ROWS * max(x.shape[-1], 1)
+    # PyTorch's layer has forward mode and rules for transforms, and is what modes and tracers know.
+    is_watched = (
+        torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None
+    )
+    return not is_watched and forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None

@@ -121,9 +121,10 @@ def add_rows(values: Tensor, table: Tensor, index: Tensor, *, backend: str | Non
         backend: `"torch"`, `"triton"`, or None to choose by device.
 
     Returns:
-        `[N, D]` in the dtype that PyTorch's sum has: of bfloat16 and float32 that is float32. Autocast changes nothing. Sums are
-        computed in float32 at least. Gradients of any order, each in the dtype of its operand; a row of the table gets the sum
-        over the rows that it was added to, the same in every run.
+        `[N, D]` in the dtype that PyTorch's sum has: of bfloat16 and float32 that is float32. Autocast changes nothing.
+        Gradients of any order, each in the dtype of its operand; a row of the table gets the sum over the rows that it was added
+        to. By an operator's backend sums are computed in float32 at least, and the kernels' are the same in every run. On a CPU
+        and in float64 they are those of `torch.nn.functional.embedding`.
 
     Raises:
         ValueError: wrong shapes or devices, an index of no row.

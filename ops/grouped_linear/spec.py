@@ -91,19 +91,21 @@ class MixGradients(NamedTuple):
 def _of_linear(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Wanted, backend: str) -> dict[str, Tensor]:
     grad, shape = grads.output, grads.output.shape[1:]
     rows, weight, found = x.x, x.weight, {}
+    # Once, as it is a copy where columns do not lie side by side.
+    flat = grad.flatten(1)
     if o.relu:
-        before, sums = RELU_GRADIENT(Slopes(grad.flatten(1), out.output.flatten(1)), NoOptions(), backend)
-        grad, sums = before.view(grad.shape), sums.view(shape)
+        flat, sums = RELU_GRADIENT(Slopes(flat, out.output.flatten(1)), NoOptions(), backend)
+    elif "bias" in wanted:
+        sums = COLUMN_SUMS(Rows(flat), Summing(wanted["bias"]), backend).sums
     if "bias" in wanted:
-        if not o.relu:
-            sums = COLUMN_SUMS(Rows(grad.flatten(1)), Summing(wanted["bias"]), backend).sums.view(shape)
-        found["bias"] = sums
+        found["bias"] = sums.view(shape)
     if rows.dim() == 2:
         if "x" in wanted:
-            found["x"] = grad.flatten(1) @ weight.flatten(0, 1)
+            found["x"] = flat @ weight.flatten(0, 1)
         if "weight" in wanted:
-            found["weight"] = (grad.flatten(1).T @ rows).view(weight.shape)
+            found["weight"] = (flat.T @ rows).view(weight.shape)
         return found
+    grad = flat.view(grad.shape)
     if "x" in wanted:
         found["x"] = GROUPED_LINEAR(Inputs(grad, weight.transpose(1, 2)), Options(), backend).output
     if "weight" in wanted:

@@ -11,10 +11,10 @@ from jagged.ops._shared.validation import FLOATS, check_factors, check_tensor, h
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: str | None = None) -> Tensor:
     """A linear layer on every row: `x @ weight.T + bias`.
 
-    It is `torch.nn.functional.linear`, whose gradient of the bias is a sum over all rows that takes several times as long as to
-    read them where they are many and narrow. On a GPU this sum is a kernel here, and all products are PyTorch's. Below 8,192
-    rows, without a gradient of a bias, in float64, on a CPU, and where a program is compiled or exported, it is PyTorch's
-    function alone.
+    It is `torch.nn.functional.linear`, whose gradient of the bias is a sum over all rows that takes up to 11 times as long as
+    to read them. On a GPU this sum is a kernel here, and all products are PyTorch's. Below 8,192 rows, unless rows, weight and
+    bias all want a gradient, in float64, on a CPU, and where a program is traced, transformed, compiled or exported, it is
+    PyTorch's function alone.
 
     Args:
         x: `[..., in]`, float32, bfloat16, float16 or float64.

@@ -741,6 +741,70 @@ def test_histories_that_are_encoded_again_have_the_same_gradients(splits: dict[s
     assert kept[1] < kept[0] / 2
 
 
+def of_both(splits: dict[str, Split], name: str, change: Any = None, **options: Any) -> list[dict[str, Tensor]]:
+    """Loss and gradients of a step that keeps what it needs, and of one that encodes again."""
+    found = []
+    for recompute in (False, True):
+        split, model = of_variant(splits, name, recompute=recompute, **options)
+        if change is not None:
+            change(model)
+        torch.manual_seed(1)
+        loss = model(split.train.gather(range(9))).loss
+        found.append({"loss": loss.detach(), **gradients(loss, model)})
+    return found
+
+
+def change_dropout(model: RequestModel) -> None:
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.3
+
+
+def change_attention(model: RequestModel) -> None:
+    for part in model.modules():
+        if hasattr(part, "attention_dropout"):
+            part.attention_dropout = 0.3
+
+
+def train_blocks_alone(model: RequestModel) -> None:
+    change_dropout(model.eval())
+    for history in model.scorer.histories:
+        history.blocks.train()
+
+
+@pytest.mark.parametrize("change", [change_dropout, change_attention, train_blocks_alone], ids=lambda of: of.__name__)
+def test_what_draws_draws_the_same_again(splits: dict[str, Split], change: Any) -> None:
+    """Whatever the options of the model were."""
+    kept, again = of_both(splits, "lists and events by dots", change)
+    assert all(torch.equal(of, again[name]) for name, of in kept.items())
+    still, _ = of_both(splits, "lists and events by dots")
+    assert not torch.equal(kept["loss"], still["loss"])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_encoder_is_called_again_with_the_same(splits: dict[str, Split]) -> None:
+    """Its second call sees no tensor that the first one did not."""
+
+    def compile_encoders(model: RequestModel) -> None:
+        torch.compiler.reset()
+        for history in model.scorer.histories:
+            history.compile(backend="aot_eager", dynamic=True)
+
+    kept, again = of_both(splits, "a list alone", compile_encoders)
+    torch.testing.assert_close(again, kept)
+
+
+def test_encoding_again_under_autocast(splits: dict[str, Split]) -> None:
+    """Backward is outside of it."""
+    found = []
+    for recompute in (False, True):
+        split, model = of_variant(splits, "everything", recompute=recompute)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(split.train.gather(range(9))).loss
+        found.append({"loss": loss.detach(), **gradients(loss, model)})
+    assert all(torch.equal(of, found[1][name]) for name, of in found[0].items())
+
+
 @every_variant
 def test_a_trace_shows_the_lookups_and_one_call_of_the_rest(splits: dict[str, Split], name: str) -> None:
     split, model = of_variant(splits, name)

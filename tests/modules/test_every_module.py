@@ -38,7 +38,6 @@ from jagged.modules import (
     JaggedSelfAttention,
     JaggedTransformerBlock,
     LayerNorm,
-    Linear,
     LogUniformSampler,
     MixedSampler,
     PopularitySampler,
@@ -122,7 +121,6 @@ CASES = {
         lambda: HSTUBlock(DIM, 2, max_distance=3, num_time_buckets=5, dropout=0.2, normalizer=7),
         lambda module, x: module(x.rows, 1, times=x.items.values()).values(),
     ),
-    "linear": Case(lambda: Linear(DIM, 3), lambda module, x: module(x.rows.values())),
     "layer norm": Case(lambda: LayerNorm(DIM, autocast_output=True), lambda module, x: module(x.rows.values())),
     "positions": Case(lambda: PositionalEncoding(4, DIM), lambda module, x: module(x.rows, num_targets=1).values()),
     "mlp": Case(

@@ -1,115 +1,123 @@
-"""The linear layer of the modules, in place of PyTorch's."""
+"""Linear layers of the modules: PyTorch's, by our operator where nothing else was put in their place."""
 
 from __future__ import annotations
 
-import copy
-import pickle
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jagged.modules import HSTUBlock, JaggedCrossAttention, JaggedTransformerBlock, Linear, TargetAttention
+from jagged.modules import HSTUBlock, JaggedCrossAttention, JaggedTransformerBlock, TargetAttention
+from jagged.modules.linear import Layers, apply_layer
 from tests.places import PLACE, Place
 from tests.strategies import random_tensor
 
 pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend")
 
 
-def pair(bias: bool = True) -> tuple[Linear, nn.Linear]:
-    """Ours, and PyTorch's with its parameters."""
-    ours, theirs = Linear(12, 5, bias, device=PLACE.device), nn.Linear(12, 5, bias, device=PLACE.device)
-    theirs.load_state_dict(ours.state_dict())
-    return ours, theirs
+class Theirs(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return -super().forward(x)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The weights by which the operator was called."""
+    weights: list[Tensor] = []
+    module: Any = __import__("jagged.modules.linear", fromlist=["linear"])
+    operator = module.linear
+    monkeypatch.setattr(module, "linear", lambda x, weight, bias: weights.append(weight) or operator(x, weight, bias))
+    return weights
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(7, 12), (0, 12), (3, 4, 12), (12,)])
-def test_it_is_pytorchs(place: Place, shape: tuple[int, ...], bias: bool) -> None:
-    x = random_tensor(shape, torch.float32, 5).requires_grad_()
+def test_it_is_pytorchs(place: Place, served: list[Tensor], shape: tuple[int, ...], bias: bool) -> None:
+    x, layer = random_tensor(shape, torch.float32, 5).requires_grad_(), nn.Linear(12, 5, bias, device=PLACE.device)
     results = []
-    for of in pair(bias):
-        assert isinstance(of, nn.Linear)
-        output = of(x)
-        results.append((output, *torch.autograd.grad(output.square().sum(), [x, *of.parameters()])))
+    for output in (apply_layer(layer, x), layer(x)):
+        results.append((output, *torch.autograd.grad(output.square().sum(), [x, *layer.parameters()])))
     torch.testing.assert_close(*results, atol=1e-4, rtol=1e-5)
+    assert served == [layer.weight]
 
 
-@pytest.mark.parametrize("rows_dtype", [torch.float32, torch.bfloat16])
-def test_under_autocast(place: Place, rows_dtype: torch.dtype) -> None:
-    x, results = random_tensor((9, 12), torch.float32, 5).to(rows_dtype).requires_grad_(), []
-    for of in pair():
-        with torch.autocast(PLACE.device.type, torch.bfloat16):
-            output = of(x)
-        results.append((output, *torch.autograd.grad(output.float().square().sum(), [x, *of.parameters()])))
-    torch.testing.assert_close(*results, atol=2e-2, rtol=1e-2)
+def test_what_is_no_plain_layer_is_called(place: Place, served: list[Tensor]) -> None:
+    """Other classes, parametrised layers, and those that somebody watches."""
+    x, called = random_tensor((3, 12), torch.float32, 5), []
+
+    def note(module: nn.Module, *_: Any) -> None:
+        called.append(module)
+
+    plain = nn.Linear(12, 5, device=PLACE.device)
+    normal = parametrizations.weight_norm(nn.Linear(12, 5, device=PLACE.device))
+    for layer in (Theirs(12, 5, device=PLACE.device), normal, nn.GELU(), nn.Dropout(0.0)):
+        assert torch.equal(apply_layer(layer, x), layer(x))
+    for register in (plain.register_forward_hook, plain.register_forward_pre_hook):
+        hook = register(note)
+        apply_layer(plain, x)
+        hook.remove()
+    with nn.modules.module.register_module_forward_hook(note):
+        apply_layer(plain, x)
+    assert called == [plain] * 3
+    assert served == []
+    back = plain.register_full_backward_hook(lambda module, *_: called.append(module))
+    apply_layer(plain, x.clone().requires_grad_()).sum().backward()
+    back.remove()
+    assert called == [plain] * 4
+    apply_layer(plain, x)
+    assert len(served) == 1
 
 
-def test_it_is_shown_kept_and_drawn_as_pytorchs(place: Place) -> None:
-    assert repr(Linear(12, 5, False, device="meta")) == "Linear(in_features=12, out_features=5, bias=False)"
-    ours = Linear(12, 5, device="meta", dtype=torch.bfloat16)
-    assert ours(torch.ones(2, 12, device="meta", dtype=torch.bfloat16)).shape == (2, 5)
-    ours = Linear(12, 5, device="meta").to_empty(device=PLACE.device)
-    drawn = []
-    for of in (ours, nn.Linear(12, 5, device=PLACE.device)):
-        torch.manual_seed(3)
-        of.reset_parameters()
-        drawn.append(of.state_dict())
-    assert drawn[0].keys() == drawn[1].keys()
-    assert all(torch.equal(*of) for of in zip(drawn[0].values(), drawn[1].values(), strict=True))
-    x = random_tensor((3, 12), torch.float32, 1)
-    for again in (pickle.loads(pickle.dumps(ours)), copy.deepcopy(ours)):
-        assert torch.equal(again(x), ours(x))
+def test_layers_are_one_after_the_other(place: Place, served: list[Tensor]) -> None:
+    layers = Layers(nn.Linear(12, 5), nn.GELU(), nn.Linear(5, 3)).to(PLACE.device)
+    x = random_tensor((4, 12), torch.float32, 1)
+    assert torch.equal(layers(x), nn.Sequential(*layers)(x))
+    assert served == [layers[0].weight, layers[2].weight]
+    assert layers.state_dict().keys() == nn.Sequential(*layers).state_dict().keys()
 
 
-def test_a_trace_records_it_as_one_call(place: Place) -> None:
-    model = nn.Sequential(Linear(12, 5, device=PLACE.device), nn.GELU())
-    traced = torch.fx.symbolic_trace(model)
-    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["0", "1"]
-    x = random_tensor((3, 12), torch.float32, 1)
-    assert torch.equal(traced(x), model(x))
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "transformer": lambda: JaggedTransformerBlock(8, 2),
+    "hstu": lambda: HSTUBlock(8, 2),
+    "cross-attention": lambda: JaggedCrossAttention(8, 2),
+    "target attention": lambda: TargetAttention(8, (6, 4)),
+}
 
 
-REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (
-        lambda: Linear(4, 3, device=PLACE.device)(torch.arange(8, device=PLACE.device).view(2, 4)),
-        TypeError,
-        "x: expected dtype float32, bfloat16, float16, float64, got int64; convert it with .to(...)",
-    ),
-    (
-        lambda: Linear(4, 3, device=PLACE.device)(torch.ones(2, 5, device=PLACE.device)),
-        ValueError,
-        "weight: expected shape [out, 5], as x [2, 5] has columns, got [3, 4]",
-    ),
-    (
-        lambda: Linear(4, 3)(JaggedTensor(torch.ones(2, 4), lengths=torch.tensor([2]))),
-        TypeError,
-        "x: expected a tensor [*, in], got a JaggedTensor; pass its .values()",
-    ),
-]
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_apply_their_layers_so(place: Place, served: list[Tensor], name: str) -> None:
+    """All but the first of target attention, whose weight is cut."""
+    block, rows = BLOCKS[name]().to(PLACE.device), random_tensor((9, 8), torch.float32, 1)
+    x = JaggedTensor(rows, offsets=torch.tensor([0, 4, 4, 9], device=PLACE.device))
+    block(*{"cross-attention": (x, x), "target attention": (x, rows[:3])}.get(name, (x,)))
+    layers = [of.weight for of in block.modules() if isinstance(of, nn.Linear)]
+    assert all(type(of) is nn.Linear for of in block.modules() if isinstance(of, nn.Linear))
+    expected = layers[1:] if name == "target attention" else layers
+    assert sorted(map(id, served)) == sorted(map(id, expected))
 
 
-@pytest.mark.parametrize(("call", "kind", "message"), REFUSED, ids=[of[2] for of in REFUSED])
-def test_what_is_refused(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind) as refused:
-        call()
-    assert str(refused.value) == message
+@pytest.mark.skipif(PLACE.name != "cpu", reason="PyTorch quantises on a CPU")
+def test_quantisation_finds_them() -> None:
+    torch.manual_seed(0)
+    block = JaggedTransformerBlock(8, 2)
+    x = JaggedTensor(random_tensor((9, 8), torch.float32, 1), offsets=torch.tensor([0, 4, 4, 9]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        small = torch.ao.quantization.quantize_dynamic(block, {nn.Linear}, dtype=torch.qint8)
+        found, expected = small(x).values(), block(x).values()
+    exchanged = [of for of in small.modules() if isinstance(of, torch.ao.nn.quantized.dynamic.Linear)]
+    assert len(exchanged) == 4
+    assert 0 < (found - expected).abs().max() < 0.1
 
 
-@pytest.mark.parametrize(
-    "block",
-    [
-        lambda: JaggedTransformerBlock(8, 2),
-        lambda: HSTUBlock(8, 2),
-        lambda: JaggedCrossAttention(8, 2),
-        lambda: TargetAttention(8, (6, 4)),
-    ],
-    ids=["transformer", "hstu", "cross-attention", "target attention"],
-)
-def test_blocks_of_rows_are_made_of_it(block: Callable[[], nn.Module]) -> None:
-    layers = [of for of in block().modules() if isinstance(of, nn.Linear)]
-    assert layers
-    assert all(isinstance(of, Linear) for of in layers)
+@pytest.mark.gpu
+def test_many_rows_are_our_operators(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, layer = random_tensor((9, 12), torch.float32, 5).requires_grad_(), nn.Linear(12, 5, device=PLACE.device)
+    assert "linear" not in apply_layer(layer, x).grad_fn.name()  # type: ignore[union-attr]
+    monkeypatch.setattr("jagged.ops._shared.linear.LEAST_ROWS", 9)
+    assert "linear" in apply_layer(layer, x).grad_fn.name()  # type: ignore[union-attr]

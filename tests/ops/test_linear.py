@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from jagged.ops._shared import linear as shared
 from jagged.ops._shared.linear import COLUMN_SUMS, Rows, Summing, Sums
@@ -151,7 +153,8 @@ def test_under_autocast(place: Place, dtype: torch.dtype, rows_dtype: torch.dtyp
     torch.testing.assert_close(found[0][3].double(), slopes.double().sum(0), atol=1e-5, rtol=1e-6)
 
 
-def test_float64_stays_under_autocast(place: Place) -> None:
+def test_float64_stays_under_autocast(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "LEAST_ROWS", 0)
     leaves = [random_tensor(of, torch.float64, seed).requires_grad_() for seed, of in enumerate(((9, 8), (7, 8), (7,)))]
     with torch.autocast(place.device.type, torch.bfloat16):
         assert torch.equal(linear(*leaves), torch.nn.functional.linear(*leaves))
@@ -200,23 +203,53 @@ def test_nothing_to_add_up_is_pytorchs(place: Place, monkeypatch: pytest.MonkeyP
     assert shapes == [(0, 5), (5, 0)]
 
 
+class Subclass(Tensor):
+    """As tensors have it that are laid out over processes, or quantised."""
+
+
+CASES = (
+    "no bias",
+    "x",
+    "weight",
+    "bias",
+    "no gradient",
+    "float64",
+    "no GPU",
+    "few rows",
+    "forward mode",
+    "transform",
+    "mode",
+    "class",
+)
+
+
 @pytest.mark.skipif(PLACE.name == "interpret", reason="without a backend the CPU is PyTorch's")
-@pytest.mark.parametrize("case", ["no bias", "a bias that is fixed", "no gradient", "float64", "no GPU"])
-def test_where_no_kernel_is_it_is_pytorchs_own(place: Place, case: str) -> None:
-    """So it has forward-mode derivatives, and is no operator of ours in a program."""
+@pytest.mark.parametrize("case", CASES)
+def test_where_no_kernel_is_it_is_pytorchs_own(place: Place, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it has forward-mode derivatives, keeps what PyTorch's keeps, and is no operator of ours in a program."""
+    if case != "few rows":
+        monkeypatch.setattr(shared, "LEAST_ROWS", 9)
     dtype = torch.float64 if case == "float64" else torch.float32
     device = torch.device("cpu") if case == "no GPU" else place.device
-    x, weight, bias = (random_tensor(of, dtype, seed).to(device) for seed, of in enumerate(((9, 8), (7, 8), (7,))))
-    bias.requires_grad_(case in ("float64", "no GPU", "no gradient"))
-    given_ = (weight, None if case == "no bias" else bias)
-    with torch.set_grad_enabled(case != "no gradient"):
-        found = linear(x, *given_)
-        assert torch.equal(found, torch.nn.functional.linear(x, *given_))
-        assert found.grad_fn is None or "linear" not in found.grad_fn.name()
-        (_, ours), (_, theirs) = (
-            torch.func.jvp(lambda of, way=way: way(of, *given_), (x,), (x,)) for way in (linear, torch.nn.functional.linear)
-        )
-        assert torch.equal(ours, theirs)
+    named = {
+        name: random_tensor(of, dtype, seed).to(device).requires_grad_(case != name)
+        for seed, (name, of) in enumerate({"x": (9, 8), "weight": (7, 8), "bias": (7,)}.items())
+    }
+    if case == "class":
+        named["weight"] = named["weight"].detach().as_subclass(Subclass).requires_grad_()  # type: ignore[assignment]
+    x, weight, bias = named["x"], named["weight"], None if case == "no bias" else named["bias"]
+    with torch.set_grad_enabled(case != "no gradient"), FlopCounterMode(display=False) if case == "mode" else nullcontext():
+        if case in ("forward mode", "transform"):
+            both = [
+                torch.func.jvp(lambda of, way=way: way(of, weight, bias), (x,), (x,))
+                if case == "forward mode"
+                else torch.func.vjp(lambda of, way=way: way(of, weight, bias), x)[:1]
+                for way in (linear, torch.nn.functional.linear)
+            ]
+        else:
+            both = [(way(x, weight, bias),) for way in (linear, torch.nn.functional.linear)]
+    assert all(torch.equal(*pair) for pair in zip(*both, strict=True))
+    assert all(found.grad_fn is None or "linear" not in found.grad_fn.name() for found in both[0])
 
 
 @pytest.mark.gpu
@@ -225,14 +258,13 @@ def test_on_a_gpu_it_is_the_operator(place: Place) -> None:
         random_tensor(of, torch.float32, seed).requires_grad_() for seed, of in enumerate(((shared.LEAST_ROWS, 8), (7, 8), (7,)))
     ]
     assert "linear" in linear(*leaves).grad_fn.name()  # type: ignore[union-attr]
-    few = leaves[0].detach()[1:]
-    assert "linear" not in linear(few, *leaves[1:]).grad_fn.name()  # type: ignore[union-attr]
 
 
 @pytest.mark.skipif(PLACE.name == "interpret", reason="kernels are interpreted outside of PyTorch")
 @pytest.mark.parametrize("backend", [None, PLACE.backend])
-def test_compiled(place: Place, backend: str | None) -> None:
+def test_compiled(place: Place, backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """One graph for any number of rows."""
+    monkeypatch.setattr(shared, "LEAST_ROWS", 0)
     torch.compiler.reset()
     compiled = torch.compile(lambda *of: linear(*of, backend=backend), fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (5, 9, 30):
@@ -243,7 +275,9 @@ def test_compiled(place: Place, backend: str | None) -> None:
 
 
 @pytest.mark.skipif(PLACE.name == "interpret", reason="without a backend the CPU is PyTorch's")
-def test_an_exported_program_has_pytorchs_layer(place: Place) -> None:
+def test_an_exported_program_has_pytorchs_layer(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared, "LEAST_ROWS", 0)
+
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -273,7 +307,10 @@ def test_opcheck(place: Place) -> None:
 
 @pytest.mark.gpu
 def test_a_graph_is_captured(place: Place) -> None:
-    leaves = [random_tensor(of, torch.bfloat16, seed).requires_grad_() for seed, of in enumerate([(5000, 64), (96, 64), (96,)])]
+    leaves = [
+        random_tensor(of, torch.bfloat16, seed).requires_grad_()
+        for seed, of in enumerate([(shared.LEAST_ROWS, 64), (96, 64), (96,)])
+    ]
 
     def run() -> list[Tensor]:
         output = linear(*leaves)

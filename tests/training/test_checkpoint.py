@@ -16,8 +16,9 @@ from torch import Tensor
 
 from jagged import artifacts
 from jagged.artifacts.manifest import _serialise
-from jagged.training import CheckpointError
+from jagged.training import CheckpointError, TrainingError
 from jagged.training import checkpoint as checkpoints
+from jagged.training.state import TrainState
 from tests.conftest import LONG
 from tests.seeds import generators
 
@@ -266,3 +267,17 @@ def test_nothing_may_be_written_there(tmp_path: Path) -> None:
 def test_a_run_that_is_not_finite_has_no_state() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
         artifacts.dump_json({"loss": float("nan")})
+
+
+@pytest.mark.parametrize(("was", "now"), [({}, False), (False, True), (True, False)])
+def test_a_run_goes_on_with_histories_that_are_encoded_again(was: Any, now: bool) -> None:
+    """Also one of before there was the option; what changes the model is refused."""
+    model = {"name": "ranking", "num_layers": 1}
+    before = {"model": model | ({} if was == {} else {"recompute": was})}
+    TrainState(before, "data", 1).check_resumable(TrainState({"model": model | {"recompute": now}}, "data", 1), Path("place"))
+    other = TrainState({"model": {**model, "num_layers": 2, "recompute": now}}, "data", 1)
+    with pytest.raises(TrainingError) as refused:
+        TrainState(before, "data", 1).check_resumable(other, Path("place"))
+    assert str(refused.value) == (
+        "place: cannot go on with other options: model.num_layers=2 (was 1); give those it had, or choose another output"
+    )

@@ -302,29 +302,36 @@ def test_the_forecast_counts_what_graphs_keep(monkeypatch: pytest.MonkeyPatch, t
     assert replayed.peak > launched.peak + launched.activations
 
 
-def test_the_forecast_of_histories_that_are_encoded_again(splits: dict[str, Split]) -> None:
-    """All that is kept but the smaller history's, and what both show."""
-    counted = []
-    for recompute in (False, True):
-        split, model = of_variant(splits, "lists and events by dots", recompute=recompute, histories=["liked"], num_layers=3)
-        batch = split.train.gather(range(20))
-        counted.append(_kept_of_requests(model, batch, "32-true", CPU))
-        if not recompute:
-            assert counted[0] == _kept_bytes(model, batch, "32-true", CPU)
-            continue
-        # As the model was before.
-        assert all(history.recompute for history in model.scorer.histories)
-        alone, bare = [], _kept_bytes(model, batch, "32-true", CPU)
-        for history in model.scorer.histories:
-            history.recompute = False
-            alone.append(_kept_bytes(model, batch, "32-true", CPU) - bare)
-            history.recompute = True
-        shown = 4 * 8 * (batch.features["liked"].values().numel() + 2 * batch.history_times.numel())
-        # What is shared by both is in neither alone.
-        assert counted[0] >= bare + sum(alone)
-        assert min(alone) > 0
-        assert bare + max(alone) < counted[1] <= bare + max(alone) + 2 * shown
-    assert counted[1] < counted[0]
+def test_the_forecast_of_histories_that_are_encoded_again(splits: dict[str, Split], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is kept but the smaller history's, and what both are encoded of; the model is as it was, whatever happens."""
+    split, model = of_variant(splits, "lists and events by dots", recompute=True, histories=["liked"], num_layers=3)
+    batch = split.train.gather(range(20))
+    histories = list(model.scorer.histories)
+
+    def kept(*again: Any) -> int:
+        for history in histories:
+            history.recompute = history in again
+        return _kept_bytes(model, batch, "32-true", CPU)
+
+    bare, alone = kept(*histories), [kept(other) for other in reversed(histories)]
+    whole = kept()
+    assert _kept_of_requests(model, batch, "32-true", CPU) == whole
+    kept(*histories)
+    counted = _kept_of_requests(model, batch, "32-true", CPU)
+    # A list is encoded of its rows as they were looked up, events of what stands side by side; queries are both's.
+    looked_up = model._looked_up(batch)[1][0]["liked"].values().untyped_storage().nbytes()
+    shown = 4 * batch.history_times.numel() * histories[0].projection.in_features
+    queries = 4 * batch.rows.numel() * 8
+    assert counted == max(alone) + looked_up + shown + queries
+    assert bare < counted < whole
+
+    def fails(*_: Any) -> int:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr("jagged.training.forecast._kept_bytes", fails)
+    with pytest.raises(RuntimeError, match="no memory"):
+        _kept_of_requests(model, batch, "32-true", CPU)
+    assert all(history.recompute and not history._forward_pre_hooks for history in histories)
 
 
 @pytest.mark.parametrize("name", ["everything", "no history", "weights"])

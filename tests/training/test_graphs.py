@@ -153,6 +153,8 @@ def test_which_runs_of_requests_are_replayed() -> None:
     assert all(serves(kind) for kind in REQUEST_MODELS.values() if kind is not DIN)
     assert serves(loss="focal")
     assert serves(recompute=True)
+    # Of towers, which are not computed again.
+    assert serves(recompute=True, dropout=0.1, num_layers=0)
     assert serves(loss="listwise")
     assert serves(config=by_rows.model_copy(update={"cuda_graphs": True}))
     assert not serves(config=by_rows.model_copy(update={"cuda_graphs": False}))
@@ -175,7 +177,11 @@ def test_runs_of_requests_that_cannot_be_replayed_are_refused(asked: bool | None
     hindered: list[tuple[RequestModel, dict[str, Any], str]] = [
         (DIN.of(split, embedding_dim=8), {}, f"a DIN, expected {classes}"),
         (theirs.of(split, embedding_dim=8), {}, f"a Theirs, expected {classes}"),
-        (RankingModel.of(split, recompute=True, dropout=0.1), {}, "recompute and dropout 0.1, expected one of both"),
+        (
+            RankingModel.of(split, recompute=True, dropout=0.1),
+            {},
+            "recompute and dropout, expected no dropout of histories, or no recompute",
+        ),
         (RankingModel.of(split, loss="pairwise"), {}, "the loss pairwise, expected binary, focal or listwise"),
         (RankingModel.of(split), {"table_optimizer": "adamw"}, "table_optimizer adamw, expected one that updates row by row"),
         (frozen, {}, f"the frozen table {name}, expected tables that all learn"),
