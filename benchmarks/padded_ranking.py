@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -186,9 +187,9 @@ class PaddedHistory(nn.Module):
 class PaddedScorer(nn.Module):
     """All of `RankingModel` that follows the lookups; a leaf where TorchRec's pipeline traces the model."""
 
-    def __init__(self, model: RankingModel, *, autocast: bool) -> None:
+    def __init__(self, model: RankingModel, *, autocast: bool, recompute: bool = False) -> None:
         super().__init__()
-        self.inputs, self.autocast = model.inputs, autocast
+        self.inputs, self.autocast, self.recompute = model.inputs, autocast, recompute
         inputs, config = model.inputs, model.config
         histories, width = len(inputs.list_histories), config["embedding_dim"]
         candidate = (len(inputs.candidate_ids) + len(inputs.candidates)) * width + 3 * len(inputs.candidate_numbers)
@@ -214,7 +215,12 @@ class PaddedScorer(nn.Module):
         queries = self.query(torch.cat([*ids, batch.candidate_numbers], 1))
         requests, reads = [bags[key] for key in inputs.features], []
         for key, history, longest in zip(inputs.list_histories, self.histories, batch.longest, strict=True):
-            *means, read = history(rows[key], queries, longest)
+            if self.recompute:
+                # Nothing here draws.
+                of = checkpoint(history, rows[key], queries, longest, use_reentrant=False, preserve_rng_state=False)
+            else:
+                of = history(rows[key], queries, longest)
+            *means, read = of
             requests += means
             reads.append(read)
         first = self.meeting(torch.cat([*requests, batch.request_numbers, *ids, *reads, batch.candidate_numbers], 1))
@@ -316,11 +322,12 @@ class Rival:
 
     def __init__(self, kind: str, model: RankingModel, processes: Processes, *, autocast: bool) -> None:
         device = processes.device
-        scorer = PaddedScorer(model, autocast=autocast).to(device)
+        way, _, recompute = kind.partition("_")
+        scorer = PaddedScorer(model, autocast=autocast, recompute=bool(recompute)).to(device)
         scorer.load(model)
         self.kind, self.device = kind, device
-        self.model, self.optimizer = {"sharded": _sharded, "fused": _fused, "unfused": _unfused}[kind](model, scorer, processes)
-        self._pipeline = TrainPipelineSparseDist(self.model, self.optimizer, device) if kind == "sharded" else None
+        self.model, self.optimizer = {"sharded": _sharded, "fused": _fused, "unfused": _unfused}[way](model, scorer, processes)
+        self._pipeline = TrainPipelineSparseDist(self.model, self.optimizer, device) if way == "sharded" else None
 
     def steps(self, batches: Iterable[Any]) -> Generator[Tensor]:
         """Train on all batches; the loss of each, on the device.
@@ -423,6 +430,6 @@ def without_kernels(device: torch.device) -> str | None:
 def kinds_of(device: torch.device, missing: str | None) -> list[str]:
     """The ways of training it that are measured, by why FBGEMM has no kernels; None where it has them."""
     if missing is not None:
-        return ["unfused"]
+        return ["unfused", "unfused_recompute"]
     # TorchRec's fused collection of sequences refuses a CPU.
-    return ["sharded", "fused" if device.type == "cuda" else "unfused"]
+    return ["sharded", "fused" if device.type == "cuda" else "unfused", "sharded_recompute"]

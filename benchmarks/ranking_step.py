@@ -16,7 +16,7 @@ by a history and by an id of the candidate.
 nothing else is said; batches are filled up for them. Tables have fused row-wise Adagrad, all else AdamW. `jagged_clipped` also
 clips the global norm, tables and all, which is the trainer's default and which updates in a backward pass cannot do.
 `jagged_launches` launches kernel by kernel. `jagged_recompute` encodes histories again in the backward pass (activation
-checkpointing), by graphs, and `jagged_recompute_launches` kernel by kernel. The others keep what they need, as by default.
+checkpointing), by graphs, and `jagged_recompute_launches` kernel by kernel.
 
 The others (`padded_ranking`) look ids up by TorchRec's collections and pad what comes out to the batch's longest history. Blocks
 attend causally without a mask, as padding stands behind; candidates attend with a mask of padding. Weights, layers, optimizers,
@@ -26,6 +26,7 @@ longest lengths known to the host. Their pipelines copy the next batch from page
 - `sharded`: `DistributedModelParallel` of one process, `apply_optimizer_in_backward` and `TrainPipelineSparseDist`.
 - `fused`: `FusedEmbeddingBagCollection` and `FusedEmbeddingCollection` under `TrainPipelineBase`, without the exchange between
   processes; not on a CPU.
+- `sharded_recompute`, or `unfused_recompute`: the same with `torch.utils.checkpoint` around each padded history.
 - `unfused`: `EmbeddingBagCollection` and `EmbeddingCollection` with dense gradients and TorchRec's `RowWiseAdagrad`. It runs
   where FBGEMM has no kernels that train tables, which is tried first, and on a CPU. `without_kernels` says what was found.
 
@@ -40,7 +41,8 @@ second where nobody trains.
 `losses` has the losses of ours and of the first of the others, from the same weights, on the same batches, by seed. A seed draws
 weights and batches. Their distance, the mean over steps and seeds, is beside the deviation of ours over seeds.
 
-Ratios are to the fastest of the others, and to the least memory of the others, of `jagged` and of `jagged_recompute`.
+Ratios are to the fastest of the others, and to the least memory of the others: of `jagged` to those that keep what they need, of
+`jagged_recompute` to those that compute histories again.
 """
 
 from __future__ import annotations
@@ -378,12 +380,12 @@ def ratios(row: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, float]:
     def speed(kind: str) -> float:
         return float(row[kind]["samples_per_second"]["median"])
 
-    ran = [kind for kind in kinds if "failed" not in row[kind]]
     found: dict[str, float] = {}
     if "failed" not in row["jagged"]:
         found["loader"] = max(0.0, 1 - row["loader"]["samples_per_second"] / speed("jagged"))
-    peaks = [row[kind]["peak_bytes"] for kind in ran if "peak_bytes" in row[kind]]
     for side, behind in (("jagged", ""), ("jagged_recompute", "_recompute")):
+        ran = [kind for kind in kinds if "failed" not in row[kind] and kind.endswith("_recompute") == bool(behind)]
+        peaks = [row[kind]["peak_bytes"] for kind in ran if "peak_bytes" in row[kind]]
         if ran and "failed" not in row[side]:
             found[f"speed{behind}"] = speed(side) / max(map(speed, ran))
             if peaks:

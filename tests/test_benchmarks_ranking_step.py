@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.interface:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:This API is deprecated. Please use Pytorch Distributed's:DeprecationWarning"),
 ]
-KINDS = ("sharded", "unfused")
+KINDS = ("sharded", "unfused", "unfused_recompute")
 CPU = torch.device("cpu")
 
 
@@ -161,9 +161,9 @@ def test_both_sides_are_trained_alike(kind: str, part: Part, processes: Processe
 
 def test_ways_depend_on_kernels() -> None:
     assert without_kernels(CPU) is None
-    assert kinds_of(CPU, None) == ["sharded", "unfused"]
-    assert kinds_of(torch.device("cuda"), None) == ["sharded", "fused"]
-    assert kinds_of(torch.device("cuda"), "no such operator") == ["unfused"]
+    assert kinds_of(CPU, None) == ["sharded", "unfused", "sharded_recompute"]
+    assert kinds_of(torch.device("cuda"), None) == ["sharded", "fused", "sharded_recompute"]
+    assert kinds_of(torch.device("cuda"), "no such operator") == ["unfused", "unfused_recompute"]
 
 
 def test_cases_are_chosen_by_words() -> None:
@@ -190,20 +190,22 @@ def test_ratios_are_to_the_best_of_the_others() -> None:
         "jagged_recompute_launches": side(200, 2),
         "sharded": side(100, 10),
         "fused": side(150, 20),
+        "sharded_recompute": side(90, 6),
     }
+    kinds = ["sharded", "fused", "sharded_recompute"]
     row["loader"] = {"samples_per_second": 270.0, "alone": 900.0, "workers": 8}
-    found = ratios(row, ["sharded", "fused"])
-    assert found == pytest.approx({"loader": 0.1, "speed": 2.0, "memory": 0.4, "speed_recompute": 1.5, "memory_recompute": 0.3})
-    said = line_of("case", row | {"ratios": found}, ["sharded", "fused"])
+    found = ratios(row, kinds)
+    assert found == pytest.approx({"loader": 0.1, "speed": 2.0, "memory": 0.4, "speed_recompute": 2.5, "memory_recompute": 0.5})
+    said = line_of("case", row | {"ratios": found}, kinds)
     assert said.endswith(
         "loader 0.100 (at most 0.05); speed 2.000 (at least 2.0); memory 0.400 (at most 0.5); "
-        "speed_recompute 1.500 (at least 2.0); memory_recompute 0.300 (at most 0.5)"
+        "speed_recompute 2.500 (at least 2.0); memory_recompute 0.500 (at most 0.5)"
     )
     row["fused"] = {"failed": "OutOfMemoryError: no"}
-    assert ratios(row, ["sharded", "fused"])["speed"] == 3.0
-    assert "fused failed: OutOfMemoryError: no" in line_of("case", row | {"ratios": {}}, ["sharded", "fused"])
-    row["sharded"] = row["fused"]
-    assert ratios(row, ["sharded", "fused"]).keys() == {"loader"}
+    assert ratios(row, kinds)["speed"] == 3.0
+    assert "fused failed: OutOfMemoryError: no" in line_of("case", row | {"ratios": {}}, kinds)
+    row["sharded"] = row["sharded_recompute"] = row["fused"]
+    assert ratios(row, kinds).keys() == {"loader"}
 
 
 def test_curves_are_held_to_the_noise_of_seeds() -> None:
@@ -239,7 +241,7 @@ def test_what_fails_has_its_reason_and_the_rest_is_kept(monkeypatch: pytest.Monk
     assert max(agreement["sharded"], agreement["unfused"]) < 1e-5
     (row,) = results["steps"].values()
     assert row["unfused"] == {"failed": "OutOfMemoryError: no memory"}
-    assert row["ratios"].keys() == {"speed", "loader", "speed_recompute"}
+    assert row["ratios"].keys() == {"speed", "loader"}
     assert row["jagged"]["samples_per_second"]["median"] > 0
     (curve,) = results["losses"].values()
     assert curve["beside"] == "sharded"
