@@ -119,13 +119,15 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | N
 
 def _has_slow_sum(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the gradient of the bias will be a sum that PyTorch makes slowly; a compiler fuses it by itself."""
-    if bias is None or not x.is_cuda or x.dtype == torch.float64 or x.numel() < LEAST_ROWS * max(x.shape[-1], 1):
+    if bias is None or not x.is_cuda or x.dtype == torch.float64:
+        return False
+    # PyTorch's layer has forward mode and rules for transforms. It is what modes and tracers know, and these may not know how
+    # many rows there are.
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
+        return False
+    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     # The operator keeps rows and weight, whichever gradients are asked for.
     if not torch.is_grad_enabled() or not all(of.requires_grad and type(of) in (Tensor, Parameter) for of in (x, weight, bias)):
         return False
-    # PyTorch's layer has forward mode and rules for transforms, and is what modes and tracers know.
-    is_watched = (
-        torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None
-    )
-    return not is_watched and forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None
+    return x.numel() >= LEAST_ROWS * max(x.shape[-1], 1)

@@ -197,10 +197,11 @@ def sampled_cross_entropy(batch: Jagged, dtype: torch.dtype, width: int) -> Step
         # Forward's: backward may come when another one is given.
         backend = PLACE.backend
 
-        # Of the weights' gradient an update would take factors, or slices, which no compiled graph makes.
+        # Of the weights' gradient an update would take factors, or slices, which no compiled graph makes, nor an operator, whose
+        # inputs somebody may have brought to another dtype.
         def made_by_update(given: PairsInputs) -> None:
             SAMPLED_PAIRS(given, o, backend)
-            if not torch.compiler.is_compiling():
+            if backend is not None and not torch.compiler.is_compiling():
                 ItemSlices(given, o, None, backend)(3, 21, width)
 
         x, o = Inputs(hidden[:some], weight, target[:some], seed=seed), Options("uniform", 9, 1, is_corrected=True)

@@ -11,6 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.flop_counter import FlopCounterMode
 
 from jagged.ops._shared import linear as shared
@@ -250,6 +252,18 @@ def test_where_no_kernel_is_it_is_pytorchs_own(place: Place, case: str, monkeypa
             both = [(way(x, weight, bias),) for way in (linear, torch.nn.functional.linear)]
     assert all(torch.equal(*pair) for pair in zip(*both, strict=True))
     assert all(found.grad_fn is None or "linear" not in found.grad_fn.name() for found in both[0])
+
+
+def test_a_tracer_need_not_know_how_many_rows_there_are() -> None:
+    """On a GPU, of which tensors are made up."""
+    shapes = ShapeEnv()
+    with FakeTensorMode(shape_env=shapes) as mode:
+        x, weight, bias = (
+            FakeTensor(mode, torch.empty(size, device="meta"), torch.device("cuda:0")).requires_grad_()
+            for size in ((shapes.create_unbacked_symint(), 8), (7, 8), (7,))
+        )
+        assert x.is_cuda
+        assert not shared._has_slow_sum(x, weight, bias)
 
 
 @pytest.mark.gpu
