@@ -29,12 +29,12 @@ from tests.processes import fork
 PROCESSES, STEPS, RATE = 2, 8, 0.5
 CASES: dict[str, dict[str, Any]] = {
     "dcn": {"table_dims": {"item": 12, "tags": 4}, "conditional": {"buy": "click"}},
-    "dot": {"cross": "dot"},
+    "dot": {"cross": "dot", "recompute": True},
     "dlrm": {"top_sizes": (12,), "conditional": {"buy": "click"}},
     "dcnv2": {"table_dims": {"item": 12, "tags": 4}, "cross_rank": 3, "cross_experts": 2, "layer_sizes": (12,)},
     "wukong": {"num_fm_tokens": 3, "num_linear_tokens": 2, "rank": 2, "hidden_sizes": (6,), "top_sizes": (7,)},
     "mmoe": {"experts": "ple", "num_experts": 2, "expert_sizes": (6,)},
-    "dlrm-hstu": {"layer_sizes": (12,), "conditional": {"buy": "click"}},
+    "dlrm-hstu": {"layer_sizes": (12,), "conditional": {"buy": "click"}, "recompute": True},
     "din": {"layer_sizes": (12,), "attention_sizes": (6, 4)},
     # With lists of the candidates that share tables with the request's.
     "shared lists": {"table_dims": {"item": 12, "tags": 4}, "cross_rank": 3},
