@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-def draws(module: nn.Module, *, ever: bool = False) -> bool:
-    """Return whether dropout in a module draws at random: as its parts are, in training or not, or `ever`."""
-    return any((ever or part.training) and _rate(part) > 0 for part in module.modules())
+def draws(*modules: nn.Module, ever: bool = False) -> bool:
+    """Return whether dropout of modules draws at random: as their parts are, in training or not, or `ever`.
+
+    Looked at are PyTorch's modules of dropout, and `attention_dropout` of those here; not what else draws in a user's own.
+    """
+    return any((ever or part.training) and _rate(part) > 0 for module in modules for part in module.modules())
 
 
 def _rate(part: nn.Module) -> float:
@@ -20,8 +23,8 @@ def _rate(part: nn.Module) -> float:
     return float(rate)
 
 
-def computed_again(module: nn.Module, function: Callable[..., Any], *inputs: Tensor | None) -> Any:
-    """Return what a function makes of its inputs by a module, of which only the inputs stay for backward; it calls it again.
+def computed_again(modules: Sequence[nn.Module], function: Callable[..., Any], *inputs: Tensor | None) -> Any:
+    """Return what a function makes of its inputs by some modules: only the inputs stay for backward, which calls it again.
 
     Its draws are repeated. A CUDA graph, at whose capture nobody may look at the random state, is refused where it draws. Nothing
     is kept or computed again without gradients, nor where a program is compiled, whose compiler chooses by itself.
@@ -32,7 +35,7 @@ def computed_again(module: nn.Module, function: Callable[..., Any], *inputs: Ten
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return function(*inputs)
     is_captured = any(of is not None and of.is_cuda for of in inputs) and torch.cuda.is_current_stream_capturing()
-    if is_captured and draws(module):
+    if is_captured and draws(*modules):
         raise RuntimeError(
             "recompute: got dropout in a CUDA graph, whose capture cannot repeat what was drawn, expected none; set dropout to "
             "0, or recompute to False"

@@ -46,6 +46,8 @@ class JaggedTransformerBlock(JaggedModule):
     """
 
     shown = ("norm", "recompute")
+    # Of blocks that were kept before there was the option.
+    recompute: bool = False
 
     def __init__(
         self,
@@ -111,7 +113,9 @@ class JaggedTransformerBlock(JaggedModule):
 
     def _transformed(self, values: Tensor) -> Tensor:
         """The second part, of which with `recompute` nothing but the rows is kept."""
-        return cast(Tensor, computed_again(self, self._feed_forward, values)) if self.recompute else self._feed_forward(values)
+        if not self.recompute:
+            return self._feed_forward(values)
+        return cast(Tensor, computed_again((self.feed_forward, self.dropout), self._feed_forward, values))
 
     def _feed_forward(self, values: Tensor) -> Tensor:
         if self.norm == "pre":

@@ -17,7 +17,7 @@ import jagged.ops
 ROOT = Path(__file__).parent.parent
 #: The parts of `jagged/`, from below to above: each imports itself and those before it, also inside functions.
 LAYERS = (
-    ("artifacts", "versions"),
+    ("allocator", "artifacts", "versions"),
     ("config", "charts"),
     ("data",),
     ("metrics", "label_metrics", "pointwise"),

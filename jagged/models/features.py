@@ -328,6 +328,8 @@ class HistoryEncoder(JaggedModule):
     """
 
     has_mean: ClassVar[bool] = True
+    # Of encoders that were kept before there was the option.
+    recompute: bool = False
 
     def __init__(
         self,
@@ -383,7 +385,7 @@ class HistoryEncoder(JaggedModule):
             of_candidates = None if queries is None or candidates is None else with_values(queries, candidates)
             return self(with_values(x, events), of_candidates, *others)
 
-        found = computed_again(self, encode, x.values(), None if queries is None else queries.values())
+        found = computed_again((self,), encode, x.values(), None if queries is None else queries.values())
         return cast("tuple[Tensor | None, Tensor | None]", found)
 
 

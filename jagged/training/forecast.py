@@ -438,31 +438,16 @@ def _kept_bytes(task: nn.Module, batch: Any, precision: str, device: torch.devic
 
 
 def _kept_of_requests(task: RequestModel, batch: Batch, precision: str, device: torch.device) -> int:
-    """The same; where histories are encoded again, with what they are encoded of, and what the largest one needs beside it."""
-    again = [part for part in task.modules() if isinstance(part, HistoryEncoder) and part.recompute]
-    given: dict[int, int] = {}
-
-    def note(_: nn.Module, inputs: tuple[Any, ...]) -> None:
-        for storage in (of.values().untyped_storage() for of in inputs[:2] if of is not None):
-            given[storage.data_ptr()] = storage.nbytes()
-
-    hooks = [history.register_forward_pre_hook(note) for history in again]
-    try:
-        kept = _kept_bytes(task, batch, precision, device) + sum(given.values())
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return kept + max((_kept_more(task, history, batch, precision, device) for history in again), default=0)
-
-
-def _kept_more(task: RequestModel, history: HistoryEncoder, batch: Batch, precision: str, device: torch.device) -> int:
-    """What is kept more where a history is encoded once."""
+    """The same; where histories are encoded again, with what the largest one needs beside that of which all are encoded."""
     kept = _kept_bytes(task, batch, precision, device)
-    history.recompute = False
-    try:
-        return _kept_bytes(task, batch, precision, device) - kept
-    finally:
-        history.recompute = True
+    more = [0]
+    for history in (part for part in task.modules() if isinstance(part, HistoryEncoder) and part.recompute):
+        history.recompute = False
+        try:
+            more.append(_kept_bytes(task, batch, precision, device) - kept)
+        finally:
+            history.recompute = True
+    return kept + max(more)
 
 
 def _is_weight_copy(tensor: Tensor, task: nn.Module) -> bool:

@@ -117,9 +117,13 @@ def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | N
     return output if x.dim() == 2 else output.view(*x.shape[:-1], weight.shape[0])
 
 
+def _is_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
 def _has_slow_sum(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether the gradient of the bias will be a sum that PyTorch makes slowly; a compiler fuses it by itself."""
-    if bias is None or not x.is_cuda or x.dtype == torch.float64:
+    if bias is None or not _is_on_gpu(x) or x.dtype == torch.float64:
         return False
     # PyTorch's layer has forward mode and rules for transforms. It is what modes and tracers know, and these may not know how
     # many rows there are.

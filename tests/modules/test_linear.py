@@ -29,6 +29,8 @@ class Theirs(nn.Linear):
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The weights by which the operator was called."""
     weights: list[Tensor] = []
+    # On a CPU, too.
+    monkeypatch.setattr("jagged.modules.linear._is_run_on_gpu", lambda x: True)
     module: Any = __import__("jagged.modules.linear", fromlist=["linear"])
     operator = module.linear
     monkeypatch.setattr(module, "linear", lambda x, weight, bias: weights.append(weight) or operator(x, weight, bias))
@@ -73,6 +75,41 @@ def test_what_is_no_plain_layer_is_called(place: Place, served: list[Tensor]) ->
     assert len(served) == 1
 
 
+def test_a_changed_forward_is_called(place: Place, served: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one layer, as of adapters that put themselves around it, or of all; and a layer that is compiled by itself."""
+    x, layer = random_tensor((3, 12), torch.float32, 5), nn.Linear(12, 5, device=PLACE.device)
+    expected, forward = layer(x), layer.forward
+    more = nn.Parameter(torch.ones(5, device=PLACE.device))
+    layer.forward = lambda rows: forward(rows) + more  # type: ignore[method-assign]
+    found = apply_layer(layer, x)
+    assert torch.equal(found, expected + 1)
+    (grad,) = torch.autograd.grad(found.sum(), more)
+    assert torch.equal(grad, torch.full_like(more, 3.0))
+    del layer.forward
+    theirs = nn.Linear.forward
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Linear, "forward", lambda self, rows: -theirs(self, rows))
+        assert torch.equal(apply_layer(layer, x), -expected)
+    assert served == []
+    assert torch.equal(apply_layer(layer, x), expected)
+    assert len(served) == 1
+    layer.compile(backend="eager")
+    apply_layer(layer, x)
+    assert len(served) == 1
+
+
+def test_programs_have_the_layers() -> None:
+    """Traces, and what is exported: who quantises a program finds layers there by their class or name."""
+    layers, x = Layers(nn.Linear(12, 5), nn.GELU(), nn.Linear(5, 3)), torch.ones(4, 12)
+    traced = torch.fx.symbolic_trace(layers)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["0", "1", "2"]
+    for strict in (True, False):
+        program = torch.export.export(layers, (x,), strict=strict)
+        nodes = [node for node in program.graph.nodes if str(node.target) == "aten.linear.default"]
+        found = [list(node.meta["nn_module_stack"].values())[-1] for node in nodes]
+        assert found == [(name, "torch.nn.modules.linear.Linear") for name in ("0", "2")]
+
+
 def test_layers_are_one_after_the_other(place: Place, served: list[Tensor]) -> None:
     layers = Layers(nn.Linear(12, 5), nn.GELU(), nn.Linear(5, 3)).to(PLACE.device)
     x = random_tensor((4, 12), torch.float32, 1)
@@ -113,6 +150,12 @@ def test_quantisation_finds_them() -> None:
     exchanged = [of for of in small.modules() if isinstance(of, torch.ao.nn.quantized.dynamic.Linear)]
     assert len(exchanged) == 4
     assert 0 < (found - expected).abs().max() < 0.1
+
+
+def test_on_a_cpu_layers_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jagged.modules.linear.linear", lambda *_: pytest.fail("not on a CPU"))
+    layer, x = nn.Linear(12, 5), torch.ones(4, 12)
+    assert torch.equal(apply_layer(layer, x), layer(x))
 
 
 @pytest.mark.gpu

@@ -104,6 +104,7 @@ def test_two_dtypes_and_autocast(place: Place, of_values: torch.dtype, of_table:
     assert errors[0] <= errors[1] + torch.finfo(torch.promote_types(of_table, torch.float32)).eps * float(exact.abs().max())
 
 
+@pytest.mark.skipif(PLACE.name != "cpu", reason="of tensors on a CPU")
 @pytest.mark.parametrize(("of_values", "of_table"), PAIRS)
 def test_on_a_cpu_it_is_pytorchs_own(of_values: torch.dtype, of_table: torch.dtype) -> None:
     """So it has forward-mode derivatives, is no operator of ours in a program, and has PyTorch's bits."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jagged.ops._shared.finite import all_finite
-from tests.places import PLACE
+from tests.places import PLACE, Place
 
 pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="it is PyTorch's own")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -21,9 +21,11 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     bad=st.none() | st.tuples(st.sampled_from(["nan", "inf", "-inf"]), st.integers(0, 10_000)),
     largest=st.booleans(),
 )
-def test_is_what_isfinite_says(dtype: torch.dtype, rows: int, width: int, bad: tuple[str, int] | None, largest: bool) -> None:
+def test_is_what_isfinite_says(
+    place: Place, dtype: torch.dtype, rows: int, width: int, bad: tuple[str, int] | None, largest: bool
+) -> None:
     """Also where numbers are as large as the dtype has them, and where there are none."""
-    x = torch.full((rows, width), torch.finfo(dtype).max if largest else 0.0, dtype=dtype, device=PLACE.device)
+    x = torch.full((rows, width), torch.finfo(dtype).max if largest else 0.0, dtype=dtype, device=place.device)
     if bad is not None and x.numel():
         x.view(-1)[bad[1] % x.numel()] = float(bad[0])
     found = all_finite(x)

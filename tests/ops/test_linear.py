@@ -210,27 +210,20 @@ class Subclass(Tensor):
 
 
 CASES = (
-    "no bias",
-    "x",
-    "weight",
-    "bias",
-    "no gradient",
-    "float64",
-    "no GPU",
-    "few rows",
-    "forward mode",
-    "transform",
-    "mode",
+    "no bias", "x", "weight", "bias", "no gradient", "float64", "no GPU", "few rows", "forward mode", "transform", "mode",
     "class",
-)
+)  # fmt: skip
 
 
 @pytest.mark.skipif(PLACE.name == "interpret", reason="without a backend the CPU is PyTorch's")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["a GPU's", *CASES])
 def test_where_no_kernel_is_it_is_pytorchs_own(place: Place, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So it has forward-mode derivatives, keeps what PyTorch's keeps, and is no operator of ours in a program."""
     if case != "few rows":
         monkeypatch.setattr(shared, "LEAST_ROWS", 9)
+    if case != "no GPU":
+        # One condition by one, on a CPU too.
+        monkeypatch.setattr(shared, "_is_on_gpu", lambda x: True)
     dtype = torch.float64 if case == "float64" else torch.float32
     device = torch.device("cpu") if case == "no GPU" else place.device
     named = {
@@ -240,7 +233,8 @@ def test_where_no_kernel_is_it_is_pytorchs_own(place: Place, case: str, monkeypa
     if case == "class":
         named["weight"] = named["weight"].detach().as_subclass(Subclass).requires_grad_()  # type: ignore[assignment]
     x, weight, bias = named["x"], named["weight"], None if case == "no bias" else named["bias"]
-    with torch.set_grad_enabled(case != "no gradient"), FlopCounterMode(display=False) if case == "mode" else nullcontext():
+    counter = FlopCounterMode(display=False)
+    with torch.set_grad_enabled(case != "no gradient"), counter if case == "mode" else nullcontext():
         if case in ("forward mode", "transform"):
             both = [
                 torch.func.jvp(lambda of, way=way: way(of, weight, bias), (x,), (x,))
@@ -251,7 +245,10 @@ def test_where_no_kernel_is_it_is_pytorchs_own(place: Place, case: str, monkeypa
         else:
             both = [(way(x, weight, bias),) for way in (linear, torch.nn.functional.linear)]
     assert all(torch.equal(*pair) for pair in zip(*both, strict=True))
-    assert all(found.grad_fn is None or "linear" not in found.grad_fn.name() for found in both[0])
+    found = both[0][0].grad_fn
+    assert (found is not None and "linear" in found.name()) == (case == "a GPU's")
+    if case == "mode":
+        assert counter.get_total_flops() == 2 * 2 * 9 * 8 * 7
 
 
 def test_a_tracer_need_not_know_how_many_rows_there_are() -> None:
@@ -263,6 +260,7 @@ def test_a_tracer_need_not_know_how_many_rows_there_are() -> None:
             for size in ((shapes.create_unbacked_symint(), 8), (7, 8), (7,))
         )
         assert x.is_cuda
+        assert torch._C._len_torch_dispatch_stack()
         assert not shared._has_slow_sum(x, weight, bias)
 
 

@@ -318,11 +318,27 @@ def test_the_forecast_of_histories_that_are_encoded_again(splits: dict[str, Spli
     assert _kept_of_requests(model, batch, "32-true", CPU) == whole
     kept(*histories)
     counted = _kept_of_requests(model, batch, "32-true", CPU)
-    # A list is encoded of its rows as they were looked up, events of what stands side by side; queries are both's.
-    looked_up = model._looked_up(batch)[1][0]["liked"].values().untyped_storage().nbytes()
-    shown = 4 * batch.history_times.numel() * histories[0].projection.in_features
-    queries = 4 * batch.rows.numel() * 8
-    assert counted == max(alone) + looked_up + shown + queries
+    # What all of them are encoded of stays: a list's rows as they were looked up, what stands side by side of events, queries.
+    stays: set[int] = set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        stays.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    given: list[int] = []
+    hooks = [
+        of.register_forward_pre_hook(lambda _, of: given.extend(x.values().untyped_storage().data_ptr() for x in of[:2]))
+        for of in histories
+    ]
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        # Until its gradient is gone, nobody else has their memory.
+        loss = model(batch).loss
+    assert len(set(given)) == 3
+    assert set(given) <= stays
+    del loss
+    for hook in hooks:
+        hook.remove()
+    assert counted == max(alone)
     assert bare < counted < whole
 
     def fails(*_: Any) -> int:
