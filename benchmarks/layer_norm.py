@@ -11,16 +11,18 @@ of a copy, each read or written once: the rows and the output forward; both grad
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.common import ROOT, environment, replay_us, save, seconds_of, spread
+from benchmarks import row_kernels
+from benchmarks.common import replay_us
+from benchmarks.row_kernels import Case, time_of, times
 from jagged.ops.layer_norm import layer_norm
 
 ROWS, WIDTHS = (65_536, 1_048_576), (32, 64, 128, 256, 512)
@@ -55,16 +57,10 @@ def measured(rows: int, width: int, dtypes: tuple[torch.dtype, torch.dtype], dev
             "both": lambda way=way: torch.autograd.grad(way(), (x, weight, bias), slope),
         }  # type: ignore[dict-item]
         row[name] = {of: time_of(work, device) for of, work in passes.items()}
-    row["times"] = {of: row["torch"][of]["median"] / row["jagged"][of]["median"] for of in ("forward", "both")}
-    return row
+    return row | {"times": times(row, ("forward", "both"))}
 
 
-def time_of(work: Callable[[], Any], device: str) -> dict[str, Any]:
-    """Microseconds, by replays on a GPU."""
-    return replay_us(work) if device == "cuda" else spread([1e6 * seconds_of(work)[0] for _ in range(3)])
-
-
-def sweep(rows: int, width: int) -> None:
+def sweep_of(rows: int, width: int) -> None:
     """Print the times of other tiles."""
     kernels: Any = importlib.import_module("jagged.ops.layer_norm.kernels")
     x, slope = torch.randn(rows, width, device="cuda"), torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
@@ -87,28 +83,26 @@ def sweep(rows: int, width: int) -> None:
         )
 
 
+def sweep() -> None:
+    """Print them for all widths."""
+    for width in WIDTHS:
+        sweep_of(ROWS[1], width)
+
+
+def cases(is_cuda: bool) -> Mapping[str, Case]:
+    """By rows, width and dtypes."""
+    chosen = itertools.product(ROWS if is_cuda else (1_000,), WIDTHS, DTYPES)
+    return {
+        f"{rows:,} x {width}, {' to '.join(str(of).removeprefix('torch.') for of in dtypes)}": partial(
+            measured, rows, width, dtypes
+        )
+        for rows, width, dtypes in chosen
+    }
+
+
 def main() -> None:
     """Measure all cases, and save what came out."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiles", action="store_true")
-    options = parser.parse_args()
-    if options.tiles:
-        for width in WIDTHS:
-            sweep(ROWS[1], width)
-        return
-    is_cuda = options.device == "cuda"
-    facts, cases = environment(options.device), {}
-    copy = facts.get("copy_gb_per_s", 10.0)
-    # No backward pass can be captured before another one was.
-    measured(1_000, WIDTHS[0], DTYPES[0], options.device, copy)
-    for rows, width, dtypes in itertools.product(ROWS if is_cuda else (1_000,), WIDTHS, DTYPES):
-        name = f"{rows:,} x {width}, {' to '.join(str(of).removeprefix('torch.') for of in dtypes)}"
-        cases[name] = row = measured(rows, width, dtypes, options.device, copy)
-        told = ", ".join(f"{of} {row['jagged'][of]['median']:.1f} us, {row['times'][of]:.2f} times" for of in row["times"])
-        print(f"{name}: {told}", flush=True)
-    if is_cuda:
-        print(f"saved in {save('layer_norm', {'environment': facts, 'cases': cases}).relative_to(ROOT)}")
+    row_kernels.main("layer_norm", __doc__, cases, sweep, lambda row: "")
 
 
 if __name__ == "__main__":

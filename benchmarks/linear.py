@@ -10,16 +10,18 @@ Microseconds of the GPU by replays of a CUDA graph. `bias` is the gradient of th
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.common import ROOT, environment, replay_us, save, seconds_of, spread
+from benchmarks import row_kernels
+from benchmarks.common import replay_us
+from benchmarks.row_kernels import Case, time_of, times
 from jagged.ops._shared.linear import COLUMN_SUMS, Rows, Summing
 from jagged.ops.linear import linear
 
@@ -60,16 +62,10 @@ def measured(rows: int, widths: tuple[int, int], dtype: torch.dtype, device: str
             "bias": lambda sums=sums: sums(slope),
         }
         row[name] = {of: time_of(work, device) for of, work in passes.items()} | {"bias_error": float(error)}
-    row["times"] = {of: row["torch"][of]["median"] / row["jagged"][of]["median"] for of in ("forward", "both", "bias")}
-    return row
+    return row | {"times": times(row, ("forward", "both", "bias"))}
 
 
-def time_of(work: Callable[[], Any], device: str) -> dict[str, Any]:
-    """Microseconds, by replays on a GPU."""
-    return replay_us(work) if device == "cuda" else spread([1e6 * seconds_of(work)[0] for _ in range(3)])
-
-
-def sweep(rows: int, width: int, dtype: torch.dtype) -> None:
+def sweep_of(rows: int, width: int, dtype: torch.dtype) -> None:
     """Print the times of other tiles, the shortest first."""
     kernels: Any = importlib.import_module("jagged.ops._shared.column_sums")
     slope = torch.randn(rows, width, device="cuda").to(dtype)
@@ -81,28 +77,23 @@ def sweep(rows: int, width: int, dtype: torch.dtype) -> None:
     print(f"{rows:,} x {width}, {dtype}", *(f"  {time:.1f} us: {of}" for time, of in sorted(found)[:8]), sep="\n", flush=True)
 
 
+def sweep() -> None:
+    """Print them for some sizes."""
+    for rows, width, dtype in itertools.product(ROWS[2:4], (64, 192), DTYPES):
+        sweep_of(rows, width, dtype)
+
+
+def cases(is_cuda: bool) -> Mapping[str, Case]:
+    """By rows, widths and dtype."""
+    return {
+        f"{rows:,} x {widths[0]} to {widths[1]}, {str(dtype).removeprefix('torch.')}": partial(measured, rows, widths, dtype)
+        for rows, widths, dtype in itertools.product(ROWS if is_cuda else (1_000,), WIDTHS, DTYPES)
+    }
+
+
 def main() -> None:
     """Measure all cases, and save what came out."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiles", action="store_true")
-    options = parser.parse_args()
-    if options.tiles:
-        for rows, width, dtype in itertools.product(ROWS[2:4], (64, 192), DTYPES):
-            sweep(rows, width, dtype)
-        return
-    is_cuda = options.device == "cuda"
-    facts, cases = environment(options.device), {}
-    copy = facts.get("copy_gb_per_s", 10.0)
-    # No backward pass can be captured before another one was.
-    measured(1_000, WIDTHS[0], DTYPES[0], options.device, copy)
-    for rows, widths, dtype in itertools.product(ROWS if is_cuda else (1_000,), WIDTHS, DTYPES):
-        name = f"{rows:,} x {widths[0]} to {widths[1]}, {str(dtype).removeprefix('torch.')}"
-        cases[name] = row = measured(rows, widths, dtype, options.device, copy)
-        told = ", ".join(f"{of} {row['jagged'][of]['median']:.1f} us, {row['times'][of]:.2f} times" for of in row["times"])
-        print(f"{name}: {told}; to read {row['read_us']:.1f} us", flush=True)
-    if is_cuda:
-        print(f"saved in {save('linear', {'environment': facts, 'cases': cases}).relative_to(ROOT)}")
+    row_kernels.main("linear", __doc__, cases, sweep, lambda row: f"; to read {row['read_us']:.1f} us")
 
 
 if __name__ == "__main__":

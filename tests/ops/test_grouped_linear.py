@@ -23,6 +23,7 @@ from tests.graphs import captured
 from tests.oracle import check_three_way
 from tests.places import ONE_ORDER, PLACE, Place
 from tests.reference import grouped_linear as reference
+from tests.repeats import check_repeats
 from tests.strategies import float_dtypes, random_tensor, seeds
 
 FLAGS = st.tuples(st.booleans(), st.booleans(), st.booleans())
@@ -285,9 +286,7 @@ def test_repeats_are_the_same(place: Place, is_shared: bool) -> None:
         output = mix_groups(hidden, gates, backend=place.backend)
         return [output, *torch.autograd.grad(output, [*inputs, gates], output.detach())]
 
-    first = run()
-    for _ in range(20):
-        assert all(torch.equal(*pair) for pair in zip(first, run(), strict=True))
+    check_repeats(run)
 
 
 @pytest.mark.gpu

@@ -21,6 +21,7 @@ from jagged.ops.linear import linear
 from tests.graphs import captured
 from tests.oracle import check_three_way
 from tests.places import ONE_ORDER, PLACE, Place
+from tests.repeats import check_repeats
 from tests.strategies import float_dtypes, random_tensor, seeds
 
 
@@ -155,8 +156,15 @@ def test_under_autocast(place: Place, dtype: torch.dtype, rows_dtype: torch.dtyp
     torch.testing.assert_close(found[0][3].double(), slopes.double().sum(0), atol=1e-5, rtol=1e-6)
 
 
-def test_float64_stays_under_autocast(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What decides between PyTorch's layer and the operator sees enough rows, on a GPU, wherever they are."""
     monkeypatch.setattr(shared, "LEAST_ROWS", 0)
+    monkeypatch.setattr(shared, "_is_on_gpu", lambda x: True)
+
+
+@pytest.mark.usefixtures("many_rows")
+def test_float64_stays_under_autocast(place: Place) -> None:
     leaves = [random_tensor(of, torch.float64, seed).requires_grad_() for seed, of in enumerate(((9, 8), (7, 8), (7,)))]
     with torch.autocast(place.device.type, torch.bfloat16):
         assert torch.equal(linear(*leaves), torch.nn.functional.linear(*leaves))
@@ -170,9 +178,7 @@ def test_repeats_are_the_same(place: Place) -> None:
         output = linear(*leaves, backend=place.backend)
         return [output, *torch.autograd.grad(output, leaves, output.detach())]
 
-    first = run()
-    for _ in range(20):
-        assert all(torch.equal(*pair) for pair in zip(first, run(), strict=True))
+    check_repeats(run)
 
 
 def test_parts_are_added_up_and_one_part_is_written_at_once(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,10 +279,10 @@ def test_on_a_gpu_it_is_the_operator(place: Place) -> None:
 
 
 @pytest.mark.skipif(PLACE.name == "interpret", reason="kernels are interpreted outside of PyTorch")
+@pytest.mark.usefixtures("many_rows")
 @pytest.mark.parametrize("backend", [None, PLACE.backend])
-def test_compiled(place: Place, backend: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled(place: Place, backend: str | None) -> None:
     """One graph for any number of rows."""
-    monkeypatch.setattr(shared, "LEAST_ROWS", 0)
     torch.compiler.reset()
     compiled = torch.compile(lambda *of: linear(*of, backend=backend), fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (5, 9, 30):
@@ -287,9 +293,8 @@ def test_compiled(place: Place, backend: str | None, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.skipif(PLACE.name == "interpret", reason="without a backend the CPU is PyTorch's")
-def test_an_exported_program_has_pytorchs_layer(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "LEAST_ROWS", 0)
-
+@pytest.mark.usefixtures("many_rows")
+def test_an_exported_program_has_pytorchs_layer(place: Place) -> None:
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -272,6 +272,21 @@ def test_trains_as_batches_do_that_nothing_fills(monkeypatch: pytest.MonkeyPatch
     assert engine._step._graphs is None
 
 
+@pytest.mark.parametrize(
+    "options", [*OPTIMIZERS, {"table_optimizer": "adamw", "accumulate": 2}], ids=lambda of: of["table_optimizer"]
+)
+@pytest.mark.parametrize("name", ["everything", "dlrm-hstu", "din"])
+def test_trains_the_same_where_histories_are_encoded_again(name: str, options: dict[str, Any]) -> None:
+    """With dropout, bit for bit: tables that backward has updated are not read again."""
+    split = shop(*VARIANTS[name][0], **VARIANTS[name][1], requests=90)
+    config = TrainerConfig(learning_rate=0.01, table_learning_rate=0.05, **options)
+    both = [trained(name, split, config, CPU, by_graphs=False, dropout=0.3, recompute=recompute) for recompute in (False, True)]
+    assert both[0][:2] == both[1][:2]
+    states = [of[2] for of in both]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(of, states[1][key]) for key, of in states[0].items())
+
+
 def test_trains_in_mixed_precision_as_batches_do_that_nothing_fills(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within what bfloat16 rounds, of which the loss is a mean over the rows."""
     split = shop(*VARIANTS["plain"][0], **VARIANTS["plain"][1], requests=90)
