@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -216,8 +217,9 @@ class PaddedScorer(nn.Module):
         requests, reads = [bags[key] for key in inputs.features], []
         for key, history, longest in zip(inputs.list_histories, self.histories, batch.longest, strict=True):
             if self.recompute:
-                # Nothing here draws.
-                of = checkpoint(history, rows[key], queries, longest, use_reentrant=False, preserve_rng_state=False)
+                # Nothing here draws. TorchRec's rows are bound: as an argument they would be taken apart and made anew.
+                read_again = partial(history, rows[key])
+                of = checkpoint(read_again, queries, longest, use_reentrant=False, preserve_rng_state=False)
             else:
                 of = history(rows[key], queries, longest)
             *means, read = of

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from jagged.ops._shared import linear
 from jagged.ops.cross_entropy.triton import chunked
 from tests.ops.families import long_step, small_steps, update_steps
 
@@ -45,22 +46,22 @@ def written_again(product: Callable[..., None]) -> Callable[..., None]:
 
 
 def copied(layer: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same layer of groups, its product written once more by a copy.
+    """Return the same layer, of rows or of groups, its product written once more by a copy.
 
-    Initcheck reported reads of what cuBLAS had written in batched products, 64 bytes of a row each, and of what the kernel stores
-    by descriptors, 256 pieces of 16 bytes in different rows at each launch: tests compare all of these numbers.
+    Initcheck reported reads of what cuBLAS had written, in batched products 64 bytes of a row each, and of what the kernel of
+    groups stores by descriptors, 256 pieces of 16 bytes in different rows at each launch: tests compare all of these numbers.
     """
 
-    def grouped_linear(x: Any, options: Any) -> Any:
+    def again(x: Any, options: Any) -> Any:
         out = layer(x, options)
         return out._replace(output=out.output.clone())
 
-    return grouped_linear
+    return again
 
 
 # The package's name is its function's, too.
-layers = importlib.import_module("jagged.ops.grouped_linear.launch")
-PRODUCT, LAYER = chunked._add_product, layers.grouped_linear
+groups = importlib.import_module("jagged.ops.grouped_linear.launch")
+PRODUCT, LAYER, LAYER_OF_GROUPS = chunked._add_product, linear.layer, groups.grouped_linear
 
 
 @triton.jit
@@ -157,7 +158,8 @@ PLANTED: dict[str, dict[str, Callable[[], None]]] = {
 
 def main(tool: str, *families: str) -> None:
     chunked._add_product = written_again(PRODUCT)
-    layers.grouped_linear = copied(LAYER)  # type: ignore[attr-defined]
+    linear.layer = copied(LAYER)
+    groups.grouped_linear = copied(LAYER_OF_GROUPS)  # type: ignore[attr-defined]
     updates = [] if families and "group_sparse" not in families else update_steps()
     # Racecheck takes rows that TMA writes, and barriers in shared memory announce, for races.
     long = [long_step()] if tool == "memcheck" else []
