@@ -24,10 +24,11 @@ from jagged.data.table_batches import Batch
 from jagged.models import export_scores, name_of, scoring_tensors, write_package
 from jagged.models.tasks import REQUEST_LOSSES
 from jagged.runs.labels.run import is_label_run
+from jagged.runs.package_programs import PROGRAMS
 from jagged.runs.ranking.run import RankingRun
 
 #: Files of a package's directory.
-PACKAGE, EXAMPLE, PROGRAM = "scores.pt2", "example.pt", "score.py"
+PACKAGE, EXAMPLE = "scores.pt2", "example.pt"
 _ENCODERS = "encoders-"
 # Requests that the program is traced with, and those that it is compared on: one, fewer, and more, with histories and without.
 _TRACED, _COMPARED = 20, ((1, None), (7, None), (100, None), (3, 0))
@@ -36,28 +37,15 @@ _RELATIVE, _ABSOLUTE = 1e-3, 1e-4
 # Timed calls, of which the median counts.
 _CALLS = 9
 
-_SCORE = '''"""Score the requests of example.pt; needs torch alone. What each input is stands in manifest.json."""
-
-from pathlib import Path
-
-import torch
-
-here = Path(__file__).parent
-score = torch._inductor.aoti_load_package(str(here / "scores.pt2"))
-with torch.no_grad():
-    for task, logits in score(torch.load(here / "example.pt")).items():
-        print(task, [round(value, 4) for value in logits.tolist()])
-'''
-
 
 def export(directory: str | os.PathLike[str], output: str | os.PathLike[str], *, progress: bool = True) -> Path:
     """Make of a run on a table a package that scores batches of requests on a CPU where jagged is not installed.
 
     The new directory holds `scores.pt2`, compiled by AOTInductor for processors like this machine's and for this PyTorch;
     `manifest.json`, which tells inputs by name, with their dtypes, sizes and keys, and the tasks; `encoders-*.arrow`, by which
-    ids become rows of tables; `example.pt`, a batch; and `score.py`, which scores that. Sizes may be others in each call: there
-    is one request at least. Before it is written, the package has scored held-out requests in other numbers than it was traced
-    with, and its logits were the model's.
+    ids become rows of tables; `example.pt`, a batch; `score.py` and `score.cpp`, which score that. Sizes may be others in each
+    call: there is one request at least. Before it is written, the package has scored held-out requests in other numbers than it
+    was traced with, and its logits were the model's.
 
     Args:
         directory: a run's directory, with the table of its training (`dataset/`).
@@ -89,7 +77,8 @@ def export(directory: str | os.PathLike[str], output: str | os.PathLike[str], *,
         tell("comparing its scores with the model's")
         content = _compared(run, part, aside)
         torch.save(scoring_tensors(run.model, _requests(run, part, 5)), aside / EXAMPLE)
-        (aside / PROGRAM).write_text(_SCORE)
+        for name, text in PROGRAMS.items():
+            (aside / name).write_text(text)
         content = {**_described(run, example), "encoders": run.encoders.write(aside, _ENCODERS), **content}
         artifacts.write_manifest(aside, sorted(os.listdir(aside)), content)
     return output

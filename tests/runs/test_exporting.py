@@ -55,6 +55,16 @@ def scored(package: Path) -> dict[str, list[float]]:
     return {line.partition(" ")[0]: json.loads(line.partition(" ")[2]) for line in found}
 
 
+def scored_by_cpp(package: Path, folder: Path) -> list[float]:
+    """What the program in C++ prints of all tasks, compiled as it says itself."""
+    source = (package / "score.cpp").read_text()
+    command = "".join(line[4:] for line in source.splitlines()[1:3]).replace("$TORCH", str(Path(torch.__file__).parent))
+    words = [str(package / word) if word == "score.cpp" else word for word in command.split()]
+    subprocess.run([*words, "-O0"], cwd=folder, check=True)
+    found = subprocess.run([folder / "score", package], check=True, capture_output=True, text=True).stdout
+    return [float(line) for line in found.splitlines() if re.fullmatch(r"\s*-?\d+\.\d+(e-?\d+)?", line)]
+
+
 @COMPILED
 def test_a_run_is_exported(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -76,6 +86,7 @@ def test_a_run_is_exported(
     found = scored(package)
     for task, logits in opened.model.logits(batch).items():
         torch.testing.assert_close(torch.tensor(found[task]), logits.detach(), rtol=0, atol=2e-4)
+    assert scored_by_cpp(package, tmp_path) == pytest.approx([value for values in found.values() for value in values], abs=1e-4)
     # What lies there is whole, and says what it is.
     manifest = artifacts.verify(package).content
     assert {name: manifest[name] for name in ("kind", "model", "device", "tasks")} == {
