@@ -519,8 +519,9 @@ def export(
     _prepare()
     from jagged.runs.exporting import export as run
 
+    package = run(directory, output)
     with _printing():
-        print(run(directory, output))
+        print(package)
 
 
 @_command

@@ -64,7 +64,7 @@ def decomposed(program: ExportedProgram) -> ExportedProgram:
 
     Raises:
         ValueError: an operator that cannot be taken apart: those of losses, of gradients and updates, of ranked catalogues, of
-            sparse outputs, tables of 8 bits, or one storage of several tables.
+            sparse outputs, tables of 8 bits, or one storage of several tables; dropout; or sizes that would be fixed.
 
     Example:
         >>> import torch

@@ -26,12 +26,17 @@ def pad(values: Tensor, offsets: Tensor, length: int) -> Tensor:
     return to_dense(values, offsets, length, 0)
 
 
-def place_of_row(offsets: Tensor, total: int, length: int) -> Tensor:
-    """Return the place `[total]` of each row among the `B * length` padded ones."""
-    sample = sample_of_row(offsets, total)
-    return sample * length + position_of_row(offsets, sample).clamp(0, length - 1)
-
-
 def unpad(dense: Tensor, offsets: Tensor, total: int) -> Tensor:
-    """Return the rows `[total, *F]` of padded ones `[B, L, *F]`."""
-    return dense.flatten(0, 1).index_select(0, place_of_row(offsets, total, dense.shape[1]))
+    """Return the rows `[total, *F]` of samples `[B, L, *F]` that were padded to the longest one."""
+    sample, length = sample_of_row(offsets, total), dense.shape[1]
+    place = sample * length + position_of_row(offsets, sample).clamp(0, length - 1)
+    return dense.flatten(0, 1).index_select(0, place)
+
+
+def rows_of(dense: Tensor, offsets: Tensor, total: int) -> Tensor:
+    """Return the rows `[total, *F]` of dense samples `[B, L, *F]`, zeros past their end."""
+    sample, length = sample_of_row(offsets, total), dense.shape[1]
+    position = position_of_row(offsets, sample)
+    # A row of zeros more: there may be none.
+    rows = torch.cat([dense.flatten(0, 1), dense.new_zeros(1, *dense.shape[2:])])
+    return rows.index_select(0, torch.where(position < length, sample * length + position, rows.shape[0] - 1))

@@ -5,16 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.offsets import position_of_row, sample_of_row
+from jagged.ops._shared.offsets import sample_of_row
+from jagged.ops._shared.padded import rows_of
 from jagged.ops.conversion.spec import Both, Dense, Joined, Pair, Part, Parts, Pieces, Plain, Rows, Taken, Total, Totals
 
 
 def to_jagged(x: Dense, o: Total) -> Taken:
     """Take samples' rows; those past the dense length are zero."""
-    sample, length = sample_of_row(x.offsets, o.total), x.dense.shape[1]
-    position = position_of_row(x.offsets, sample)
-    rows = x.dense.flatten(0, 1).index_select(0, sample * length + position.clamp(0, length - 1))
-    return Taken(rows.masked_fill((position >= length).view(-1, *[1] * (rows.dim() - 1)), 0))
+    return Taken(rows_of(x.dense, x.offsets, o.total))
 
 
 def concat(x: Parts, o: Plain) -> Taken:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.offsets import position_of_row, sample_of_row
+from jagged.ops._shared.offsets import sample_of_row
+from jagged.ops._shared.padded import rows_of
 from jagged.ops.elementwise.spec import (
     Activating,
     Combination,
@@ -52,9 +53,4 @@ def add_rows(x: Lookups, o: Nothing) -> Combined:
 
 def _operands(dense: Tensor, offsets: Tensor, total: int) -> Tensor:
     """Return for each row what it meets out of `[B, F]` or `[B, L, F]`: `[total, F]`; past L there are zeros."""
-    sample = sample_of_row(offsets, total)
-    if dense.dim() == 2:
-        return dense.index_select(0, sample)
-    length, position = dense.shape[1], position_of_row(offsets, sample)
-    rows = dense.flatten(0, 1).index_select(0, sample * length + position.clamp(0, length - 1))
-    return rows.masked_fill((position >= length)[:, None], 0)
+    return rows_of(dense, offsets, total) if dense.dim() == 3 else dense.index_select(0, sample_of_row(offsets, total))

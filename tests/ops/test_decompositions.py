@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import subprocess
 import sys
@@ -20,9 +21,18 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged import ops
 from jagged.modules import ScheduledEmbeddingBagCollection
+from jagged.ops import decompositions
+from jagged.ops._shared.operator import OPERATORS
+from jagged.ops.attention import spec as attention
 from jagged.ops.bmm import decomposed as bmm_bodies
+from jagged.ops.bmm import spec as bmm
 from jagged.ops.bmm import torch_impl
-from jagged.ops.bmm.spec import WeightedInputs, WeightedOptions
+from jagged.ops.conversion import spec as conversion
+from jagged.ops.elementwise import spec as elementwise
+from jagged.ops.embedding_bag import decomposed as bags
+from jagged.ops.embedding_bag.spec import SeparateInputs
+from jagged.ops.grouped_linear import spec as grouped_linear
+from jagged.ops.softmax import spec as softmax
 from tests.ops.test_export import FUNCTIONS, Model, features_of, heads
 from tests.places import PLACE
 
@@ -63,6 +73,18 @@ MORE: dict[str, Function] = {
     ),
     "prefix": lambda a, ao, b, bo: ops.jagged_attention(
         heads(a), heads(a), heads(a), ao, causal=True, window=2, num_contextual=2, global_prefix=True
+    ),
+    "windowed context": lambda a, ao, b, bo: ops.jagged_attention(
+        heads(a), heads(a), heads(a), ao, causal=True, window=2, num_contextual=3, windowed_context=True
+    ),
+    "groups of heads": lambda a, ao, b, bo: ops.jagged_attention(
+        a.view(-1, 4, 2), a.view(-1, 4, 2)[:, :2], a.view(-1, 4, 2)[:, 2:], ao, causal=True
+    ),
+    "times of others": lambda a, ao, b, bo: ops.jagged_attention(
+        heads(b), heads(a), heads(a), bo, ao, q_times=9 * ordered(b), k_times=ordered(a), time_bias=torch.arange(24.0).view(2, 12)
+    ),
+    "targets beyond": lambda a, ao, b, bo: ops.jagged_attention(
+        heads(a), heads(a), heads(a), ao, causal=True, num_targets=ao[:-1] % 3 * 4 - 2
     ),
     "pointwise": lambda a, ao, b, bo: ops.jagged_hstu_attention(
         heads(a), heads(a), heads(a), ao, causal=True, num_targets=2, relative_bias=torch.arange(14.0).view(2, 7), scale=0.7,
@@ -175,8 +197,22 @@ def test_dropout_is_refused() -> None:
         return ops.jagged_attention(heads(a), heads(a), heads(a), ao, dropout_p=0.5, dropout_seed=torch.tensor([3]))
 
     program = exported(Model(dropped), features_of(2, 1, 3))
-    with pytest.raises(Exception, match="dropout_p: an exported program has no dropout; export the model in eval mode"):
+    with pytest.raises(ValueError, match="dropout_p: an exported program has no dropout; export the model in eval mode"):
         ops.decomposed(program)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("scales", "tables of 8 bits cannot be exported without jagged; export the model they were made of"),
+        ("batches", "features with batches of their own cannot be exported without jagged; give them one"),
+    ],
+)
+def test_other_bags_are_refused(given: str, told: str) -> None:
+    arguments = [object() if name == given else None for name in SeparateInputs._fields]
+    node: Any = SimpleNamespace(args=(*arguments, 3, 4, "float32", 32, None, False, "torch"))
+    with pytest.raises(ValueError, match=f"^{re.escape(f'embedding_bags: {told}')}$"):
+        bags.put_numbers(node, {})
 
 
 def test_is_loaded_where_jagged_is_not(tmp_path: Any) -> None:
@@ -221,6 +257,84 @@ def test_what_would_fix_a_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         ops.decomposed(program)
 
 
+def jagged_inputs(rng: random.Random, dtype: torch.dtype, index: torch.dtype) -> tuple[Any, ...]:
+    """Rows and offsets of two jagged tensors of as many samples, some of them empty."""
+    found: list[Tensor] = []
+    samples = rng.randrange(1, 5)
+    for _ in range(2):
+        offsets = torch.tensor([rng.randrange(4) for _ in range(samples)]).cumsum(0)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), offsets])
+        found += [torch.randn(int(offsets[-1]), 8).to(dtype), offsets.to(index)]
+    return tuple(found)
+
+
+def bodies_of(rng: random.Random, dtype: torch.dtype, index: torch.dtype) -> dict[str, tuple[Any, Any]]:
+    """Inputs and options of every operator that has a body of its own, drawn anew."""
+    a, ao, b, bo = jagged_inputs(rng, dtype, index)
+    total, pairs, samples = a.shape[0], int((ao.diff() * bo.diff()).sum()), ao.shape[0] - 1
+    dense, context = torch.randn(samples, rng.randrange(4), 8).to(dtype), torch.randn(samples, 8).to(dtype)
+    layers = torch.randn(2, 5, 8).to(dtype), torch.randn(2, 5).to(dtype)
+    key_heads = rng.choice((1, 2, 4))
+    k = b.view(-1, 4, 2)[:, :key_heads]
+    times = {"q_times": ao[0] + torch.arange(total) ** 2, "k_times": torch.arange(b.shape[0]) * 3}
+    is_pointwise = rng.random() < 0.5
+    masks = {
+        "causal": rng.random() < 0.5, "window": rng.choice((0, 2)), "reach": rng.choice((1, 2)), "scale": 0.7,
+        "num_contextual": rng.choice((0, 2)), "pointwise": is_pointwise, "normalizer": rng.choice((0.0, 3.0)) * is_pointwise,
+        "softcap": rng.choice((0.0, 2.0)) * (not is_pointwise),
+    }  # fmt: skip
+    biases = {"relative_bias": torch.randn(4, 5).to(dtype), "time_bias": torch.randn(4, 6).to(dtype), **times}
+    targets = torch.tensor([rng.randrange(-1, 5) for _ in range(samples)])
+    return {
+        "attention": (
+            attention.Inputs(a.view(-1, 4, 2), k, k, ao, bo, rng.choice((None, targets)), **rng.choice(({}, biases))),
+            attention.Options(**masks),
+        ),
+        "to_jagged": (conversion.Dense(dense, ao), conversion.Total(total)),
+        "concat_two": (conversion.Pair(a, b, ao, bo), conversion.Plain()),
+        "split_two": (conversion.Both(torch.cat([a, b]), ao, bo), conversion.Totals((total, b.shape[0]))),
+        "jagged_dense_combine": (
+            elementwise.Operands(rng.choice((None, a)), rng.choice((dense, context)), ao),
+            elementwise.Combination(total, rng.choice(("add", "mul"))),
+        ),
+        "jagged_cross": (
+            elementwise.Crossed(a, context[:, :3], 2 * a[:, 3:], ao, rng.choice((None, a))),
+            elementwise.Crossing(rng.random() < 0.5),
+        ),
+        "jagged_activate": (
+            elementwise.Hidden(a, context, ao), elementwise.Activating(rng.choice(("relu", "silu", "gelu")))
+        ),
+        "add_rows": (
+            elementwise.Lookups(rng.choice((None, a)), torch.randn(7, 8), torch.arange(total) % 7), elementwise.Nothing()
+        ),
+        "jagged_dense_bmm": (
+            bmm.DenseInputs(a, ao, torch.randn(samples, 8, 3).to(dtype), rng.choice((None, context[:, :3]))), bmm.Options()
+        ),
+        "jagged_jagged_bmm": (bmm.JaggedInputs(a, 2 * a[:, :3], ao), bmm.Options()),
+        "pair_scores": (bmm.PairInputs(a, b, ao, bo), bmm.PairOptions(pairs)),
+        "pair_sums": (bmm.WeightedInputs(torch.randn(pairs).to(dtype), b, ao, bo), bmm.WeightedOptions(total, False)),
+        "grouped_linear": (
+            grouped_linear.Inputs(rng.choice((a, a[:, None].expand(-1, 2, -1))), layers[0], rng.choice((None, layers[1]))),
+            grouped_linear.Options(rng.random() < 0.5),
+        ),
+        "jagged_softmax": (softmax.Inputs(a, ao), softmax.Options()),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_bodies_are_their_operators(dtype: torch.dtype, index: torch.dtype) -> None:
+    """In every dtype, with all options, and for samples and products of nothing."""
+    torch.manual_seed(0)
+    rng = random.Random(0)
+    for _ in range(40):
+        for name, (x, o) in bodies_of(rng, dtype, index).items():
+            found, expected = decompositions._run(name, *x, *o, "torch"), OPERATORS[name].dispatched(*x, *o, "torch")
+            torch.testing.assert_close(found, expected, msg=f"{name}: {o}")
+    own = {name for name, path in decompositions._BODIES.items() if ".decomposed:" in path}
+    assert own - {"concat", "split", "take_part"} == bodies_of(rng, dtype, index).keys()
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_weighted_sums_either_way(transposed: bool) -> None:
     """A gradient alone asks for sums over columns."""
@@ -228,6 +342,6 @@ def test_weighted_sums_either_way(transposed: bool) -> None:
     a_offsets, b_offsets = torch.tensor([0, 3, 3, 4]), torch.tensor([0, 2, 5, 7])
     pairs = int((a_offsets.diff() * b_offsets.diff()).sum())
     rows, total = (4, 7) if transposed else (7, 4)
-    x = WeightedInputs(torch.randn(pairs), torch.randn(rows, 5), a_offsets, b_offsets)
-    o = WeightedOptions(total, transposed)
+    x = bmm.WeightedInputs(torch.randn(pairs), torch.randn(rows, 5), a_offsets, b_offsets)
+    o = bmm.WeightedOptions(total, transposed)
     torch.testing.assert_close(bmm_bodies.pair_sums(x, o).sums, torch_impl.pair_sums(x, o).sums)

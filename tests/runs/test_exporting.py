@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 import pytest
@@ -82,7 +83,7 @@ def test_a_run_is_exported(
     ]
     opened = RankingRun.open(run, device="cpu")
     part = opened.part("valid")
-    batch = part.gather(range(min(5, len(part))), max_history=opened.config.data.max_history)
+    batch = part.gather(np.arange(5) % len(part), max_history=opened.config.data.max_history)
     found = scored(package)
     for task, logits in opened.model.logits(batch).items():
         torch.testing.assert_close(torch.tensor(found[task]), logits.detach(), rtol=0, atol=2e-4)
@@ -97,15 +98,31 @@ def test_a_run_is_exported(
         name: str(of.dtype).removeprefix("torch.") for name, of in tensors.items()
     }
     assert all(told["sizes"] == [None, *tensors[name].shape[1:]] for name, told in manifest["inputs"].items())
-    assert manifest["keys"]["features"] == opened.model.inputs.keys("features")
-    assert [one["requests"] for one in manifest["compared"]] == [min(count, len(part)) for count in (1, 7, 100, 3)]
+    inputs = opened.model.inputs
+    assert {name: list(keys) for name, keys in manifest["keys"].items()} == {name: inputs.keys(name) for name in manifest["keys"]}
+    assert {name.partition(".")[0] for name in tensors if "." in name} == manifest["keys"].keys()
+    assert manifest["keys"]["features"] | {"item": "item", "history.item": "item"} == manifest["keys"]["features"]
+    assert manifest["keys"]["candidate_number_lists"] == {"sizes": None}
+    assert manifest["columns"] == {
+        "request_numbers": ["age"],
+        "candidate_numbers": ["price"],
+        "history_numbers": ["age", "price"],
+        "history_labels": ["click"],
+    }
+    assert manifest["means"]["age"] == opened.encoders.statistics["age"].mean
+    assert (manifest["max_history"], manifest["times"]) == (opened.config.data.max_history, opened.opened.split["time_kind"])
+    assert [one["requests"] for one in manifest["compared"]] == [1, 7, 100, 3]
     assert all(one["difference"] < 1e-4 for one in manifest["compared"])
     assert manifest["milliseconds"]["package"] > 0
     # Ids become rows by files that pyarrow reads.
-    place = list(manifest["encoders"]["tables"]).index(manifest["tables"]["item"])
-    with pa.memory_map(str(package / f"encoders-ids-{place}.arrow")) as file:
+    assert {table for of in manifest["keys"].values() for table in of.values()} - {None} <= manifest["tables"].keys()
+    items = manifest["tables"]["item"]
+    with pa.memory_map(str(package / items["ids"])) as file:
         ids = pa.ipc.open_file(file).read_all().column(0).to_pylist()
     assert ids == opened.encoders["item"].ids.ids.to_pylist()
+    assert (items["encoding"], items["rows"]) == ("vocabulary", len(ids) + 2)
+    known = opened.encoders["item"].encode(pa.array(ids[:3]))
+    assert known.tolist() == [2, 3, 4]
 
 
 @COMPILED
@@ -157,9 +174,56 @@ def test_without_a_compiler_nothing_is_read(run: Path, tmp_path: Path) -> None:
     assert str(refused.value) == expected
 
 
+@COMPILED
+def test_what_the_compiler_says_is_told(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(
+        # What asks who it is has few words.
+        '#!/bin/sh\n[ $# -lt 4 ] && exec g++ "$@"\necho "x.h:1: fatal error: omp.h: none" >&2\nexit 1\n'
+    )
+    compiler.chmod(0o755)
+    # Nothing that was compiled before.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    patched = torch._inductor.config.patch({"cpp.cxx": (str(compiler),), "force_disable_caches": True})
+    with patched, pytest.raises(ConfigError) as refused:
+        jagged.export(run, tmp_path / "scores", progress=False)
+    assert str(refused.value) == (
+        "export: the package could not be compiled: 'x.h:1: fatal error: omp.h: none'; install another compiler with OpenMP, and "
+        "name it in CXX"
+    )
+    assert not (tmp_path / "scores").exists()
+
+
+def test_what_cannot_be_taken_apart_is_told(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(program: Any, path: Any) -> None:
+        raise ValueError("program: got jagged::other, expected none")
+
+    monkeypatch.setattr(exporting, "write_package", refuse)
+    monkeypatch.setattr(exporting, "export_scores", lambda model, batch: None)
+    with pytest.raises(ConfigError) as refused:
+        jagged.export(run, tmp_path / "scores", progress=False)
+    told = "the model could not be exported: ValueError: 'program: got jagged::other, expected none'"
+    assert str(refused.value) == f"{run}: {told}"
+
+
+def test_a_name_that_cannot_be_is_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uncompiled: None) -> None:
+    monkeypatch.setattr(exporting, "_compared", lambda run, part, package: {})
+    output = tmp_path / ("a" * 300)
+    with pytest.raises(artifacts.ArtifactError) as refused:
+        jagged.export(run, output, progress=False)
+    assert str(refused.value) == f"{output}: could not be written: File name too long; give another output"
+
+
 def test_other_runs_are_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         jagged.export(tmp_path, tmp_path / "scores")
+    for name, content in (("items.arrow", ""), ("model.json", json.dumps({"model": "multilabel"}))):
+        other = tmp_path / name.partition(".")[0]
+        other.mkdir()
+        (other / name).write_text(content)
+        with pytest.raises(ConfigError) as refused:
+            jagged.export(other, tmp_path / "scores")
+        assert str(refused.value) == f"{other}: holds no model of a table's requests; only these are exported"
     shutil.copytree(run, tmp_path / "bare")
     shutil.rmtree(tmp_path / "bare" / "dataset")
     with pytest.raises(ConfigError) as refused:
