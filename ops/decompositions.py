@@ -57,14 +57,15 @@ def decomposed(program: ExportedProgram) -> ExportedProgram:
     which a `KeyedJaggedTensor` makes, is taken apart, too. Other libraries' operators stay.
 
     Args:
-        program: of `torch.export.export`, on any device, of a model in eval mode under `torch.no_grad()`; it stays as it is.
+        program: of `torch.export.export`, on the CPU, of a model in eval mode under `torch.no_grad()`; it stays as it is.
 
     Returns:
         Another program with the same inputs, outputs and weights, which it shares.
 
     Raises:
-        ValueError: an operator that cannot be taken apart: those of losses, of gradients and updates, of ranked catalogues, of
-            sparse outputs, tables of 8 bits, or one storage of several tables; dropout; or sizes that would be fixed.
+        ValueError: tensors on another device; an operator that cannot be taken apart: those of losses, of gradients and updates,
+            of ranked catalogues, of sparse outputs, tables of 8 bits, or one storage of several tables; dropout; or sizes that
+            would be fixed.
 
     Example:
         >>> import torch
@@ -81,6 +82,9 @@ def decomposed(program: ExportedProgram) -> ExportedProgram:
     """
     from jagged.ops.embedding_bag import decomposed as bags
 
+    devices = {node.meta["val"].device.type for node in program.graph.nodes if isinstance(node.meta.get("val"), Tensor)}
+    if others := devices - {"cpu"}:
+        raise ValueError(f"program: got tensors on {min(others)}, expected the CPU; export the model from there")
     free = _free_sizes(program)
     with _with_numbers(program):
         # By the operators themselves: those of other libraries are known by name, and need not be there.

@@ -104,8 +104,6 @@ def write_package(program: ExportedProgram, path: str | os.PathLike[str]) -> Non
     """
     from torch.fx.experimental import _config
 
-    if kinds := {of.device.type for of in program.state_dict.values()} - {"cpu"}:
-        raise ValueError(f"program: got weights on {min(kinds)}, expected the CPU; export the model from there")
     # PyTorch takes sizes of 0 and 1 for special, unless it is told not to.
     with _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         alone = decomposed(program)

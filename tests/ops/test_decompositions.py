@@ -215,6 +215,16 @@ def test_other_bags_are_refused(given: str, told: str) -> None:
         bags.put_numbers(node, {})
 
 
+def test_programs_of_other_devices_are_refused() -> None:
+    class Doubled(nn.Module):
+        def forward(self, rows: Tensor) -> Tensor:
+            return 2 * rows
+
+    program = torch.export.export(Doubled(), (torch.ones(3, device="meta"),))
+    with pytest.raises(ValueError, match=r"^program: got tensors on meta, expected the CPU; export the model from there$"):
+        ops.decomposed(program)
+
+
 def test_is_loaded_where_jagged_is_not(tmp_path: Any) -> None:
     model = Model(lambda a, ao, b, bo: ops.jagged_attention(heads(a), heads(a), heads(a), ao, causal=True))
     a = torch.randn(6, 8)
