@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from jagged.config import TrainConfig as TrainConfig
     from jagged.diagnosis import doctor as doctor
     from jagged.runs.evaluating import evaluate as evaluate
+    from jagged.runs.exporting import export as export
     from jagged.runs.predicting import predict as predict
     from jagged.runs.ranking.predicting import Ranker as Ranker
     from jagged.runs.recommending import Recommender as Recommender
@@ -33,6 +34,7 @@ _WHERE = {
     "Recommender": "jagged.runs.recommending",
     "doctor": "jagged.diagnosis",
     "evaluate": "jagged.runs.evaluating",
+    "export": "jagged.runs.exporting",
     "predict": "jagged.runs.predicting",
     "recommend": "jagged.runs.recommending",
     "report": "jagged.runs.reporting",
@@ -49,6 +51,7 @@ __all__ = [
     "TrainConfig",
     "doctor",
     "evaluate",
+    "export",
     "predict",
     "recommend",
     "report",

@@ -502,6 +502,29 @@ def report(
 
 
 @_command
+def export(
+    directory: _Directory,
+    output: Annotated[Path, Parameter(help="new directory to write")],
+    /,
+) -> None:
+    """Make of a run on a table a package that scores requests on a CPU without jagged.
+
+    Example:
+        jagged export runs/clicks clicks-scores
+        python clicks-scores/score.py
+
+    In the directory are the compiled package, a manifest of its inputs, encoders of ids, an example and a program that scores it.
+    It needs a C++ compiler here, and torch of the same version where it is used.
+    """
+    _prepare()
+    from jagged.runs.exporting import export as run
+
+    package = run(directory, output)
+    with _printing():
+        print(package)
+
+
+@_command
 def inspect_(
     file: Annotated[Path, Parameter(name="FILE", help="csv or parquet file, or a folder of files")],
     /,

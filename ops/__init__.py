@@ -30,6 +30,7 @@ from jagged.ops.conversion import (
 )
 from jagged.ops.conversion.nested import from_nested
 from jagged.ops.cross_entropy import MEMORY_BUDGET, Strategy, StrategyName, linear_cross_entropy, linear_cross_entropy_strategy
+from jagged.ops.decompositions import decomposed
 from jagged.ops.elementwise import (
     ACTIVATIONS,
     Activation,
@@ -101,6 +102,7 @@ __all__ = [
     "array_jagged_bmm_jagged_out",
     "catalogue_topk",
     "claim_rows",
+    "decomposed",
     "dense_to_jagged",
     "drawn_negatives",
     "embedding_bags",

@@ -41,7 +41,7 @@ from jagged.models.next_item import NextItemTask  # noqa: E402
 from jagged.models.ranking import RankingModel  # noqa: E402
 from jagged.models.request_model import RequestModel  # noqa: E402
 from jagged.models.sasrec import SASRec  # noqa: E402
-from jagged.models.serving import export_scores, scoring_tensors  # noqa: E402
+from jagged.models.serving import export_scores, scoring_tensors, write_package  # noqa: E402
 from jagged.models.side_features import ItemFeatures  # noqa: E402
 from jagged.models.task import RankingTask, Task, TaskOutput, TaskScores  # noqa: E402
 from jagged.models.tasks import BinaryLoss, FocalLoss, ListwiseLoss, PairwiseLoss, TaskLoss, product_logits  # noqa: E402
@@ -116,6 +116,7 @@ __all__ = [
     "product_logits",
     "register",
     "scoring_tensors",
+    "write_package",
 ]
 
 

@@ -218,7 +218,9 @@ class DotInteraction(JaggedModule):
         check_samples("context", context.shape[0], "x", offsets.shape[0] - 1, "each sample has its own vectors")
         # A row's vectors as rows of their own: each sample's block meets one matrix.
         products = jagged_dense_bmm(values.flatten(0, 1), offsets * n, context.transpose(1, 2))
-        return with_values(x, torch.cat([pairs, products.view(values.shape[0], n * context.shape[1])], 1))
+        # In two steps: where one splits and joins, Inductor takes a number of rows that it does not know for 1.
+        products = products.view(values.shape[0], n, context.shape[1]).flatten(1)
+        return with_values(x, torch.cat([pairs, products], 1))
 
 
 class FactorizationMachine(JaggedModule):

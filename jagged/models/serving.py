@@ -1,7 +1,8 @@
-"""A ranking model's scores as a program of `torch.export`, of plain tensors and for requests of all sizes."""
+"""A ranking model's scores as a program of `torch.export`, of plain tensors and for requests of all sizes; and its package."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from jagged.data.moving import moved
 from jagged.evaluation import evaluating
 from jagged.models.request_model import RequestModel
+from jagged.ops import decomposed
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -64,9 +66,8 @@ def export_scores(model: RequestModel, batch: Batch) -> ExportedProgram:
     of requests, candidates and events may be others in each call: there is one request at least, which may have no candidate and
     no event. It is in eval mode, without gradients, on the device of the model.
 
-    Who loads it with `torch.export.load` imports `jagged.ops` and `fbgemm_gpu` first, whose operators it has. Who compiles it by
-    `torch._inductor.aoti_compile_and_package` does so under `torch.fx.experimental._config.patch(backed_size_oblivious=True)`, or
-    the package refuses fewer than two events.
+    Who loads it with `torch.export.load` imports `jagged.ops` and `fbgemm_gpu` first, whose operators it has. `write_package`
+    makes a package of it that needs torch alone.
 
     Args:
         model: as trained; it stays as it is.
@@ -85,6 +86,31 @@ def export_scores(model: RequestModel, batch: Batch) -> ExportedProgram:
     # PyTorch takes sizes of 0 and 1 for special, unless it is told not to.
     with evaluating(model), torch.no_grad(), _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
         return export(_Scores(model), (example,), dynamic_shapes=(sizes,))
+
+
+def write_package(program: ExportedProgram, path: str | os.PathLike[str]) -> None:
+    """Compile exported scores into a package that runs without jagged and TorchRec, by `torch._inductor.aoti_load_package`.
+
+    Samples are padded to a batch's longest one in it, as `jagged.ops.decomposed` says: it is for batches of requests that wait
+    for their scores, not for training's.
+
+    Args:
+        program: of `export_scores`, of a model on the CPU.
+        path: of the package, which ends with `.pt2`; a file that is there is replaced.
+
+    Raises:
+        ValueError: a program with operators that PyTorch does not have, or on another device than the CPU.
+        torch._inductor.exc.InvalidCxxCompiler: no C++ compiler is there.
+    """
+    from torch.fx.experimental import _config
+
+    # PyTorch takes sizes of 0 and 1 for special, unless it is told not to.
+    with _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        alone = decomposed(program)
+        others = {node.target.namespace for node in alone.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+        if unknown := others - {"aten", "prims", "_operator"}:
+            raise ValueError(f"program: got operators of {min(unknown)}, expected PyTorch's; a package has no others")
+        torch._inductor.aoti_compile_and_package(alone, package_path=os.fspath(path))  # type: ignore[no-untyped-call]
 
 
 class _Scores(nn.Module):

@@ -7,6 +7,8 @@ import decimal
 import io
 import re
 import shutil
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -40,9 +42,11 @@ from jagged.models import (
     name_of,
     product_logits,
     scoring_tensors,
+    write_package,
 )
 from jagged.models.features import interval_borders
 from jagged.models.pretrained import load_task, save_task
+from jagged.ops import decomposed
 from jagged.training import Trainer
 from tests.models.shops import COLUMNS, PLAIN, shop
 from tests.places import PLACE
@@ -592,6 +596,8 @@ OF_NAMES = (
     "din",
     "din of lists and events",
 )
+#: Variants that are taken apart in CI.
+APART = ("plain by dots", "no history", "shared lists without a history", "experts", "dcnv2", "dlrm-hstu", "din")
 SERVED = ("everything", "lists as histories", "requests alone", "shared lists", *OF_NAMES)
 
 
@@ -681,21 +687,46 @@ def test_predicts_of_a_table_without_labels(splits: dict[str, Split]) -> None:
         model(bare)
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(PLACE.name != "cpu", reason="packages are for the CPU")
+@pytest.mark.parametrize("name", [name if name in APART else pytest.param(name, marks=pytest.mark.long) for name in VARIANTS])
+def test_exported_scores_are_taken_apart(splits: dict[str, Split], name: str) -> None:
+    """Without operators of jagged and of FBGEMM, for requests in all numbers."""
+    split, model = of_variant(splits, name)
+    given = given_to(split)
+    program = decomposed(export_scores(model, given[0]))
+    targets = {node.target for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)}
+    assert {target.namespace for target in targets} <= {"aten", "prims"}
+    assert not any(target._schema.is_mutable for target in targets)
+    score = program.module()
+    for batch in given:
+        found, expected = score(scoring_tensors(model, batch)), model.eval().logits(batch)
+        for task, of in expected.items():
+            torch.testing.assert_close(found[task], of, rtol=1e-4, atol=1e-5)
+
+
+SERVE = """
+import sys
+import torch
+
+score = torch._inductor.aoti_load_package("scores.pt2")
+torch.save([score(of) for of in torch.load("given.pt")], "found.pt")
+assert not {"jagged", "torchrec", "fbgemm_gpu"} & set(sys.modules)
+"""
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.skipif(PLACE.name != "cpu" or shutil.which("g++") is None, reason="Inductor compiles C++ for the CPU")
-@pytest.mark.parametrize("name", ["everything", "everything by dots"])
-def test_scores_are_served_from_a_compiled_package(splits: dict[str, Split], name: str, tmp_path: Any) -> None:
+@pytest.mark.parametrize("name", ["everything", "wukong", "din of lists and events", "dlrm-hstu of lists and events"])
+def test_a_package_scores_where_jagged_is_not(splits: dict[str, Split], name: str, tmp_path: Any) -> None:
     split, model = of_variant(splits, name)
     given = given_to(split)
-    program = export_scores(model, given[0])
-    # Without it a package refuses fewer than two events.
-    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
-        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "scores.pt2"))
-    served = torch._inductor.aoti_load_package(path)
-    for batch in given:
-        found, expected = served(scoring_tensors(model, batch)), model.eval().logits(batch)
-        for task, of in expected.items():
+    write_package(export_scores(model, given[0]), tmp_path / "scores.pt2")
+    torch.save([scoring_tensors(model, batch) for batch in given], tmp_path / "given.pt")
+    subprocess.run([sys.executable, "-W", "ignore", "-c", SERVE], cwd=tmp_path, check=True)
+    for found, batch in zip(torch.load(tmp_path / "found.pt"), given, strict=True):
+        for task, of in model.eval().logits(batch).items():
             torch.testing.assert_close(found[task], of, rtol=1e-4, atol=1e-5)
 
 

@@ -18,6 +18,7 @@ from jagged import ops
 # What takes no tensors, what checks or changes them, and what makes an ordinary tensor of a container or of random numbers.
 NOT_RECORDED = {
     "claim_rows",
+    "decomposed",
     "drawn_negatives",
     "exchange_rows",
     "from_nested",
