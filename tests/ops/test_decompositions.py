@@ -355,3 +355,29 @@ def test_weighted_sums_either_way(transposed: bool) -> None:
     x = bmm.WeightedInputs(torch.randn(pairs), torch.randn(rows, 5), a_offsets, b_offsets)
     o = bmm.WeightedOptions(total, transposed)
     torch.testing.assert_close(bmm_bodies.pair_sums(x, o).sums, torch_impl.pair_sums(x, o).sums)
+
+
+def test_exported_under_autocast_and_compiled() -> None:
+    """Products stay in the dtype that autocast had when the model was exported, whoever compiles the program."""
+    torch.manual_seed(0)
+
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.projection = nn.Linear(8, 8)
+
+        def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                q = heads(self.projection(rows))
+                return ops.jagged_attention(q, q, q, offsets, causal=True)
+
+    model, sizes = Reader().eval(), ({0: Dim.DYNAMIC}, {0: Dim.DYNAMIC})
+    with torch.no_grad():
+        program = torch.export.export(model, (torch.randn(6, 8), torch.tensor([0, 2, 6])), dynamic_shapes=sizes)
+        served = ops.decomposed(program).module()
+        rows, offsets = torch.randn(9, 8), torch.tensor([0, 1, 4, 9])
+        expected = model(rows, offsets)
+        for run in (served, torch.compile(served, backend="aot_eager", dynamic=True)):
+            found = run(rows, offsets)
+            assert found.dtype == expected.dtype == torch.bfloat16
+            torch.testing.assert_close(found, expected)
