@@ -80,6 +80,7 @@ _Device = Annotated[Literal["auto", "cpu", "cuda"], Parameter(help="auto: the GP
 _Column = Annotated[str | None, Parameter(help="name of the column, by default the run's")]
 _Directory = Annotated[Path, Parameter(help="a run's directory, as `jagged train` leaves it")]
 _Output = Annotated[Path | None, Parameter(help="table to write: .csv, .parquet or .jsonl; by default csv on standard output")]
+_Package = Annotated[Path | None, Parameter(help="package of this run, by `jagged export`, that scores in the model's place")]
 _Columns = Annotated[tuple[str, ...], Parameter(metavar="COLUMN")]
 _Chosen = Annotated[str | None, Parameter(metavar="COLUMN")]
 _Programs = Annotated[int, Parameter(validator=Number(gte=1, lte=64))]
@@ -411,6 +412,7 @@ def recommend(
     user_column: _Column = None,
     item_column: _Column = None,
     timestamp_column: _Column = None,
+    package: _Package = None,
     device: _Device = "auto",
 ) -> None:
     """Recommend items for users' histories, or rank the candidates of requests.
@@ -427,7 +429,7 @@ def recommend(
     from jagged.runs.recommending import recommend as run
 
     columns: Any = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
-    columns |= {"candidates": candidates, "events": events}
+    columns |= {"candidates": candidates, "events": events, "package": package}
     table = run(directory, histories, output, k=k, filter_viewed=filter_viewed, format=format, device=device, **columns)
     _print_table(table, output)
 
@@ -446,6 +448,7 @@ def predict(
     ] = None,
     k: Annotated[_Count | None, Parameter(help="of a run on sets of labels: labels of each row, by default 10")] = None,
     format: Annotated[Literal["auto", "csv", "parquet"], Parameter(help="format of the rows; auto by file name")] = "auto",
+    package: _Package = None,
     device: _Device = "auto",
 ) -> None:
     """Score the rows of a table by a run on a table, or rank the labels of rows by a run on sets of labels.
@@ -462,7 +465,8 @@ def predict(
     _prepare()
     from jagged.runs.predicting import predict as run
 
-    _print_table(run(directory, table, output, events=events, k=k, format=format, device=device), output)
+    options: Any = {"events": events, "k": k, "format": format, "package": package, "device": device}
+    _print_table(run(directory, table, output, **options), output)
 
 
 def _check_output(output: Path | None) -> None:
@@ -506,10 +510,12 @@ def export(
     directory: _Directory,
     output: Annotated[Path, Parameter(help="new directory to write")],
     /,
+    *,
+    k: Annotated[int | None, Parameter(help="of a run on events: items for each user, 10 by default")] = None,
 ) -> None:
-    """Make of a run on a table a package that scores requests on a CPU without jagged.
+    """Make of a run a package that scores requests, or finds users' best items, on a CPU without jagged.
 
-    Example:
+    Examples:
         jagged export runs/clicks clicks-scores
         python clicks-scores/score.py
 
@@ -519,7 +525,7 @@ def export(
     _prepare()
     from jagged.runs.exporting import export as run
 
-    package = run(directory, output)
+    package = run(directory, output, k=k)
     with _printing():
         print(package)
 

@@ -38,6 +38,9 @@ def may_be_empty(rows: Tensor) -> bool:
     """Tell whether there are no rows, or none are possible by what a compiler knows."""
     if not torch.compiler.is_compiling():
         return rows.shape[0] == 0
+    # What is traced with some rows is run without any, too, and nothing that is asked of a size here is asked again then.
+    if torch.compiler.is_exporting():
+        return True
     # Imported where it is needed, because sympy comes with it.
     from torch.fx.experimental.symbolic_shapes import guard_or_true
 

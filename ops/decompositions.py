@@ -26,6 +26,7 @@ _OURS = "jagged::"
 _BODIES = {
     "add_rows": "elementwise.decomposed:add_rows",
     "attention": "attention.decomposed:forward",
+    "catalogue_topk": "catalogue_topk.decomposed:catalogue_topk",
     "concat": "conversion.decomposed:concat",
     "concat_two": "conversion.decomposed:concat_two",
     "grouped_linear": "grouped_linear.decomposed:grouped_linear",
@@ -53,8 +54,9 @@ def decomposed(program: ExportedProgram) -> ExportedProgram:
     """Return an exported program without operators of jagged: it is loaded, compiled and run where jagged is not installed.
 
     Jagged samples are padded to the longest one of a batch where they are multiplied with one another, so that its memory grows
-    with batch size times longest sample; attention keeps the scores of all pairs of padded rows. FBGEMM's running sum of lengths,
-    which a `KeyedJaggedTensor` makes, is taken apart, too. Other libraries' operators stay.
+    with batch size times longest sample; attention keeps the scores of all pairs of padded rows, and a ranked catalogue those of
+    a sixteenth of its items. FBGEMM's running sum of lengths, which a `KeyedJaggedTensor` makes, is taken apart, too. Other
+    libraries' operators stay.
 
     Args:
         program: of `torch.export.export`, on the CPU, of a model in eval mode under `torch.no_grad()`; it stays as it is.
@@ -64,8 +66,7 @@ def decomposed(program: ExportedProgram) -> ExportedProgram:
 
     Raises:
         ValueError: tensors on another device; an operator that cannot be taken apart: those of losses, of gradients and updates,
-            of ranked catalogues, of sparse outputs, tables of 8 bits, or one storage of several tables; dropout; or sizes that
-            would be fixed.
+            of sparse outputs, tables of 8 bits, or one storage of several tables; dropout; or sizes that would be fixed.
 
     Example:
         >>> import torch

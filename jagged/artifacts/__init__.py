@@ -7,7 +7,7 @@ file of theirs is read.
 from jagged.artifacts.errors import ArtifactError, CheckpointError, errors_as, message, reason, shown, writing
 from jagged.artifacts.files import DAY, MANIFEST, new_directory, remove, replacing, replacing_files, sweep, write_file
 from jagged.artifacts.lock import LOCK, lock
-from jagged.artifacts.manifest import Manifest, dump_json, dump_json_lines, unlist, verify, write_manifest
+from jagged.artifacts.manifest import Manifest, dump_json, dump_json_lines, read_manifest, unlist, verify, write_manifest
 from jagged.artifacts.readers import parse_json, read_arrow, read_bytes, read_json, read_json_lines
 from jagged.artifacts.tensors import FLOATS, Described, Expected, read_header, read_tensors, save_tensors
 
@@ -33,6 +33,7 @@ __all__ = [
     "read_header",
     "read_json",
     "read_json_lines",
+    "read_manifest",
     "read_tensors",
     "reason",
     "remove",

@@ -55,6 +55,15 @@ def write_manifest(
     return manifest
 
 
+def read_manifest(directory: Path) -> Manifest:
+    """Read what a directory's manifest says; the files themselves are not looked at.
+
+    Raises:
+        ArtifactError: there is none, or it is damaged.
+    """
+    return _read(directory / MANIFEST)
+
+
 def verify(directory: Path, *, exact: bool = True, bar: bool = False) -> Manifest:
     """Check every file that a directory's manifest lists, and that nothing else is there.
 

@@ -41,7 +41,13 @@ from jagged.models.next_item import NextItemTask  # noqa: E402
 from jagged.models.ranking import RankingModel  # noqa: E402
 from jagged.models.request_model import RequestModel  # noqa: E402
 from jagged.models.sasrec import SASRec  # noqa: E402
-from jagged.models.serving import export_scores, scoring_tensors, write_package  # noqa: E402
+from jagged.models.serving import (  # noqa: E402
+    best_items_tensors,
+    export_best_items,
+    export_scores,
+    scoring_tensors,
+    write_package,
+)
 from jagged.models.side_features import ItemFeatures  # noqa: E402
 from jagged.models.task import RankingTask, Task, TaskOutput, TaskScores  # noqa: E402
 from jagged.models.tasks import BinaryLoss, FocalLoss, ListwiseLoss, PairwiseLoss, TaskLoss, product_logits  # noqa: E402
@@ -109,9 +115,11 @@ __all__ = [
     "Wukong",
     "WukongLayer",
     "WukongModel",
+    "best_items_tensors",
     "build",
     "build_head",
     "build_output",
+    "export_best_items",
     "export_scores",
     "product_logits",
     "register",

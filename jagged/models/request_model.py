@@ -274,8 +274,11 @@ class RequestModel(Task):
             # TorchRec's collections take no batch without samples.
             return {name: torch.zeros(0, device=self.device) for name in self.tasks}
         with evaluating(self), torch.no_grad():
-            found = self.logits(moved(batch, self.device))
-        return {name: of.float() if self.losses[name] in REQUEST_LOSSES else of.float().sigmoid() for name, of in found.items()}
+            return self.predictions(self.logits(moved(batch, self.device)))
+
+    def predictions(self, logits: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """By task what `predict` makes of logits."""
+        return {name: of.float() if self.losses[name] in REQUEST_LOSSES else of.float().sigmoid() for name, of in logits.items()}
 
     def prefetch(self, batch: Batch) -> None:
         """Bring the rows of the next batch to the device where tables have them cached, as collections' `prefetch` says."""

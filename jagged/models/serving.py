@@ -1,19 +1,21 @@
-"""A ranking model's scores as a program of `torch.export`, of plain tensors and for requests of all sizes; and its package."""
+"""What models score as programs of `torch.export`, of plain tensors and for batches of all sizes; and their packages."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jagged.data.moving import moved
 from jagged.evaluation import evaluating
+from jagged.models.item_sequences import FEATURE, TIMES, ItemSequenceModel
 from jagged.models.request_model import RequestModel
-from jagged.ops import decomposed
+from jagged.ops import catalogue_topk, decomposed
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -76,26 +78,90 @@ def export_scores(model: RequestModel, batch: Batch) -> ExportedProgram:
     Raises:
         ValueError: an example without requests, or one that lacks a field or key.
     """
+    if not len(batch):
+        raise ValueError("batch: got no requests, expected an example of at least one")
+    return _exported(model, _Scores(model), scoring_tensors(model, moved(batch, model.device)))
+
+
+def best_items_tensors(
+    model: ItemSequenceModel, features: KeyedJaggedTensor, exclude: JaggedTensor | None = None
+) -> dict[str, Tensor]:
+    """Return what an exported program reads of users' histories.
+
+    `features.values` and `features.lengths` are those of a `SequenceBatch`'s features, key by key: "item_id", then "timestamp"
+    where the model takes times, then its side features of events. All keys have the same lengths, at most `max_seq_len`.
+    `exclude.values` and `exclude.lengths` are the items that each user must not get.
+
+    Args:
+        model: that was exported, or one like it.
+        features: of one user or more.
+        exclude: a sample of items for each user; None for none.
+
+    Raises:
+        ValueError: a key is not there, a history is longer than the model reads, or other numbers of users.
+    """
+    keys = _keys(model)
+    if lacking := [key for key in keys if key not in features.keys()]:  # noqa: SIM118
+        raise ValueError(f"features: got the keys {features.keys()}, expected {lacking[0]!r}, too, which the model reads")
+    if features.keys() != keys:
+        features = features.permute([features.keys().index(key) for key in keys])
+    lengths, most = features.lengths(), model.config["max_seq_len"]
+    if lengths.numel() and int(lengths.max()) > most:
+        raise ValueError(
+            f"features: got a history of {int(lengths.max())} events, expected at most {most}, which the model reads; leave the "
+            "oldest ones out"
+        )
+    users = features.stride()
+    without = lengths.new_zeros(users) if exclude is None else exclude.lengths()
+    if len(without) != users:
+        raise ValueError(f"exclude: got items for {len(without)} users, expected {users}, those of features")
+    items = features.values().new_zeros(0) if exclude is None else exclude.values()
+    found = {"features.values": features.values(), "features.lengths": lengths}
+    # A batch's own are views of one memory, of which torch saves no more than one type.
+    return {name: of.clone() for name, of in (found | {"exclude.values": items, "exclude.lengths": without}).items()}
+
+
+def export_best_items(
+    model: ItemSequenceModel, k: int, features: KeyedJaggedTensor, exclude: JaggedTensor | None = None
+) -> ExportedProgram:
+    """Export the best items of users, by their histories.
+
+    The program takes tensors, as of `best_items_tensors`, and returns `items`, int64 `[B, k]`, the best first, and `scores`,
+    float32 `[B, k]`; -1 and -inf where fewer are left, and the first items with score 0 for a user without events. Numbers of
+    users, events and excluded items may be others in each call: there is one user at least. It is in eval mode, without
+    gradients, on the device of the model, and loaded as one of `export_scores`.
+
+    Args:
+        model: as trained; it stays as it is.
+        k: items for each user.
+        features, exclude: an example, as of `best_items_tensors`; it is saved with the program.
+
+    Raises:
+        ValueError: an example that does not fit, or `k` below 1.
+    """
+    if k < 1:
+        raise ValueError(f"k: got {k}, expected 1 or more")
+    return _exported(model, _BestItems(model, k), best_items_tensors(model, features, exclude))
+
+
+def _exported(model: nn.Module, program: nn.Module, example: dict[str, Tensor]) -> ExportedProgram:
     from torch.export import Dim, export
     from torch.fx.experimental import _config
 
-    if not len(batch):
-        raise ValueError("batch: got no requests, expected an example of at least one")
-    example = scoring_tensors(model, moved(batch, model.device))
     sizes = {name: {0: Dim.DYNAMIC} for name in example}
     # PyTorch takes sizes of 0 and 1 for special, unless it is told not to.
     with evaluating(model), torch.no_grad(), _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-        return export(_Scores(model), (example,), dynamic_shapes=(sizes,))
+        return export(program, (example,), dynamic_shapes=(sizes,))
 
 
 def write_package(program: ExportedProgram, path: str | os.PathLike[str]) -> None:
-    """Compile exported scores into a package that runs without jagged and TorchRec, by `torch._inductor.aoti_load_package`.
+    """Compile an exported program into a package that runs without jagged and TorchRec, by `torch._inductor.aoti_load_package`.
 
     Samples are padded to a batch's longest one in it, as `jagged.ops.decomposed` says: it is for batches of requests that wait
     for their scores, not for training's.
 
     Args:
-        program: of `export_scores`, of a model on the CPU.
+        program: of `export_scores` or `export_best_items`, of a model on the CPU.
         path: of the package, which ends with `.pt2`; a file that is there is replaced.
 
     Raises:
@@ -137,3 +203,25 @@ class _Scores(nn.Module):
             if name not in tensors
         }
         return self.model.logits(Batch(**{**dict.fromkeys(one.name for one in fields(Batch)), **given, **keyed}))  # type: ignore[arg-type]
+
+
+def _keys(model: ItemSequenceModel) -> list[str]:
+    """The keys of histories in a program's order."""
+    return [FEATURE, *([TIMES] if model.takes_times else []), *model.event_features]
+
+
+class _BestItems(nn.Module):
+    """Items of histories."""
+
+    def __init__(self, model: ItemSequenceModel, k: int) -> None:
+        super().__init__()
+        self.model, self.k = model, k
+
+    def forward(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return `[B, k]` items and scores."""
+        values, lengths = tensors["features" + _VALUES], tensors["features" + _LENGTHS]
+        hidden = self.model.final_hidden(KeyedJaggedTensor(_keys(self.model), values, lengths=lengths))
+        without = JaggedTensor(tensors["exclude" + _VALUES], lengths=tensors["exclude" + _LENGTHS])
+        exclude = without.values(), without.offsets()
+        scores, items = catalogue_topk(hidden.float(), self.model.item_weight.float(), self.k, exclude=exclude)
+        return {"items": items, "scores": scores}

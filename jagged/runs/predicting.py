@@ -24,6 +24,7 @@ def predict(
     k: int | None = None,
     format: str = "auto",
     device: str = "auto",
+    package: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> pa.Table:
     """Score the rows of a table, or rank the labels of rows with sets of labels.
@@ -36,6 +37,7 @@ def predict(
         events, format: of a run on a table.
         k: of a run on sets of labels: labels of each row; None for 10.
         device: "auto" (the GPU where there is one), "cpu" or "cuda".
+        package: of a run on a table: as of `Ranker.from_pretrained`.
         progress: show bars after two seconds.
 
     Returns:
@@ -48,13 +50,14 @@ def predict(
     """
     write = None if output is None else writer(Path(output))
     if is_label_run(directory):
-        refuse_options(directory, {"events": events, "format": None if format == "auto" else format}, "a table")
+        given = {"events": events, "format": None if format == "auto" else format, "package": package}
+        refuse_options(directory, given, "a table")
         if k is not None and k < 1:
             raise ConfigError(f"k: got {k}, expected at least 1")
         found = LabelRun.open(directory, device=device).predict(table, k=10 if k is None else k, progress=progress)
     else:
         refuse_options(directory, {"k": k}, "sets of labels")
-        ranker = Ranker.from_pretrained(directory, device=device)
+        ranker = Ranker.from_pretrained(directory, device=device, package=package)
         found = ranker.predict(table, events=events, format=format, progress=progress)
     if write is not None:
         write(found)

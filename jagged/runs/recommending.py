@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.config import ConfigError, TrainConfig, merge
 from jagged.data import DataError, SequenceDataset
@@ -25,9 +26,11 @@ from jagged.data.sources import find_source, is_table
 from jagged.data.splits import ranges
 from jagged.evaluation import NOT_FINITE, EvaluationError, Popularity, event_features, is_finite, item_table, takes_times
 from jagged.metrics import TrainCounts
+from jagged.models import best_items_tensors
 from jagged.models.pretrained import from_pretrained, save_pretrained
 from jagged.runs.evaluating import Evaluation, evaluate, refuse_options
 from jagged.runs.labels.run import is_label_run
+from jagged.runs.packages import most_samples
 from jagged.runs.ranking.evaluating import is_ranking_run
 from jagged.runs.ranking.predicting import Ranker
 from jagged.runs.run import Run
@@ -55,14 +58,23 @@ class Recommender:
         self._run: Run | None = None
 
     @classmethod
-    def from_pretrained(cls, directory: str | os.PathLike[str], *, device: str = "auto") -> Recommender:
+    def from_pretrained(
+        cls, directory: str | os.PathLike[str], *, device: str = "auto", package: str | os.PathLike[str] | None = None
+    ) -> Recommender:
         """Open a directory that `jagged train`, `fit` or `save_pretrained` wrote; no GPU is needed.
+
+        Args:
+            directory: the run's.
+            device: "auto" (the GPU where there is one), "cpu" or "cuda".
+            package: one that `jagged export` made of this run: it finds the items that `recommend` gives, on the CPU, the best
+                `k` of its own.
 
         Raises:
             CheckpointError: the directory holds no model, or a file of it is damaged.
-            ConfigError: an unknown device, or one that is not there.
+            ConfigError: an unknown device, or one that is not there, or a package that is not this run's.
+            ArtifactError: a file of the package is damaged.
         """
-        run = Run.open(directory, device=device)
+        run = Run.open(directory, device=device, package=package)
         self = cls(run.config)
         self._run = run
         return self
@@ -208,6 +220,7 @@ def recommend(
     max_bytes: int = DEFAULT_MAX_BYTES,
     candidates: Any = None,
     events: Any = None,
+    package: str | os.PathLike[str] | None = None,
     progress: bool = True,
 ) -> pa.Table:
     """Recommend items for users' histories; the function behind `jagged recommend`.
@@ -228,6 +241,7 @@ def recommend(
         max_bytes: bound on the memory that grows with users times items.
         candidates: as of `Recommender.recommend` or `Ranker.recommend`; also as a csv or parquet file with a column of them.
         events: of a run on a table: as of `Ranker.recommend`.
+        package: as of `Recommender.from_pretrained` or `Ranker.from_pretrained`.
         progress: show progress bars after two seconds.
 
     Returns:
@@ -245,13 +259,13 @@ def recommend(
         raise ConfigError(f"{directory}: a run on sets of labels, not of items; `jagged predict` ranks the labels of rows")
     if is_ranking_run(directory):
         refuse_options(directory, {"filter_viewed": None if filter_viewed else False, **chosen}, "events")
-        ranker = Ranker.from_pretrained(directory, device=device)
+        ranker = Ranker.from_pretrained(directory, device=device, package=package)
         table = ranker.recommend(histories, candidates, k, events=events, progress=progress)
         if write is not None:
             write(table)
         return table
     refuse_options(directory, {"events": events}, "a table")
-    run = Run.open(directory, device=device)
+    run = Run.open(directory, device=device, package=package)
     if isinstance(candidates, (str, os.PathLike)) or is_table(candidates):
         given, name = table_of(candidates, "candidates"), run.columns(chosen)["item_column"]
         if name not in given.column_names:
@@ -294,6 +308,15 @@ def _recommend(
 
     if not 1 <= k <= len(run.items):
         raise ConfigError(f"k: got {k}, expected 1 to {len(run.items):,}, the size of the catalogue")
+    size = _BATCH
+    if run.package is not None:
+        if k > run.package.content["k"]:
+            raise ConfigError(
+                f"k: got {k}, expected at most {run.package.content['k']}, of which the package was made; make one of more"
+            )
+        if candidates is not None:
+            raise ConfigError("candidates: got some beside a package, which ranks the whole catalogue; leave one of the two out")
+        size = most_samples(_BATCH, run.model.config["max_seq_len"], len(run.items))
     histories = _histories(run, users)
     allowed = None if candidates is None else _allowed(run, histories.users, candidates)
     popular, weight = _popularity(run), run.model.item_weight.detach()
@@ -303,9 +326,9 @@ def _recommend(
         [("user_id", histories.users.type), ("item_id", run.items.ids.type), ("score", pa.float32()), ("rank", pa.int64())]
     )
     batches, unknown, cold = [], 0, 0
-    starts = range(0, len(histories.users), _BATCH)
+    starts = range(0, len(histories.users), size)
     for first in tqdm(starts, desc="recommend", unit="batch", delay=2, leave=False, disable=not progress):
-        last = min(first + _BATCH, len(histories.users))
+        last = min(first + size, len(histories.users))
         start, end = histories.start[first:last], histories.end[first:last]
         events = ranges(start, end - start)
         others = {key: of(events) for key, of in histories.others.items()}
@@ -391,6 +414,10 @@ def _rank(
     window = ranges(offsets[1:] - recent, recent)
     features = features_of(values[window], recent, {key: of[window] for key, of in others.items()}).to(run.device)
     viewed = (values, offsets) if filter_viewed else None
+    if run.package is not None:
+        without = None if viewed is None else JaggedTensor(values, lengths=lengths)
+        found = run.package(best_items_tensors(run.model, features, without))
+        return Ranked(found["items"][:, :k], found["scores"][:, :k], None)
     with torch.no_grad(), torch.autocast(run.device.type, enabled=False):
         hidden = run.model.final_hidden(features)
         ranked = _best(hidden, weight, k, viewed, allowed, max_bytes)

@@ -29,6 +29,7 @@ from jagged.data.vocabulary import FIRST, MISSING, UNSEEN
 from jagged.evaluation import event_features, item_table, takes_times
 from jagged.metrics import TrainCounts
 from jagged.models.pretrained import from_pretrained
+from jagged.runs.packages import Package
 
 logger = logging.getLogger("jagged")
 
@@ -45,6 +46,7 @@ class Run:
         fingerprint: of the dataset that it was trained on; None where the model was saved without its split.
         time_unit: of that dataset's times; "" where nothing says it.
         event_values: by name of a side feature of events that the model takes the values behind its rows.
+        package: that finds items in the model's place; None for the model.
     """
 
     directory: Path
@@ -54,16 +56,25 @@ class Run:
     fingerprint: str | None
     time_unit: str = ""
     event_values: Mapping[str, Vocabulary] = field(default_factory=dict)
+    package: Package | None = None
 
     @classmethod
-    def open(cls, directory: str | os.PathLike[str], *, device: str = "auto") -> Run:
+    def open(
+        cls, directory: str | os.PathLike[str], *, device: str = "auto", package: str | os.PathLike[str] | None = None
+    ) -> Run:
         """Open a directory that `train` or `save_pretrained` wrote, after verifying its files.
 
+        Args:
+            directory: the run's.
+            device: "auto" (the GPU where there is one), "cpu" or "cuda".
+            package: one that `jagged export` made of this run, which finds items in the model's place, on the CPU.
+
         Raises:
-            ConfigError: an unknown device, or one that is not there.
+            ConfigError: an unknown device, or one that is not there, or a package that is not this run's.
             CheckpointError: the directory holds no model, or a file of it is damaged.
+            ArtifactError: a file of the package is damaged.
         """
-        opened = from_pretrained(directory, device=find_device(device))
+        opened = from_pretrained(directory, device=find_device(device, package))
         split = opened.split
         return cls(
             opened.directory,
@@ -73,6 +84,7 @@ class Run:
             split.get("fingerprint"),
             str(split.get("time_unit", "")),
             opened.event_values,
+            None if package is None else Package(package, directory, "items"),
         )
 
     @property
@@ -205,12 +217,16 @@ def split_events(config: TrainConfig, dataset: SequenceDataset) -> SequenceSplit
     return split_global_time(dataset, chosen.valid_fraction, chosen.test_fraction)
 
 
-def find_device(name: str) -> torch.device:
-    """The device of an option: "auto" is the GPU where there is one.
+def find_device(name: str, package: str | os.PathLike[str] | None = None) -> torch.device:
+    """The device of an option: "auto" is the GPU where there is one, and the CPU beside a package.
 
     Raises:
-        ConfigError: not "auto", "cpu" or "cuda", or no GPU where one is asked for.
+        ConfigError: not "auto", "cpu" or "cuda", or no GPU where one is asked for; or "cuda" beside a package.
     """
+    if package is not None and name in ("auto", "cuda"):
+        if name == "cuda":
+            raise ConfigError("device: got 'cuda' beside a package, which scores on the CPU; leave one of the two out")
+        name = "cpu"
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device: got {name!r}, expected 'auto', 'cpu' or 'cuda'")
     if name == "cuda" and not torch.cuda.is_available():

@@ -27,6 +27,8 @@ from jagged.ops.attention import spec as attention
 from jagged.ops.bmm import decomposed as bmm_bodies
 from jagged.ops.bmm import spec as bmm
 from jagged.ops.bmm import torch_impl
+from jagged.ops.catalogue_topk import decomposed as catalogue
+from jagged.ops.catalogue_topk import spec as catalogue_spec
 from jagged.ops.conversion import spec as conversion
 from jagged.ops.elementwise import spec as elementwise
 from jagged.ops.embedding_bag import decomposed as bags
@@ -43,7 +45,6 @@ pytestmark = [
 
 #: Operators that no program which scores needs, or that are not taken apart: what the refusal calls each.
 REFUSED = {
-    "catalogue_topk": "catalogue_topk",
     "embedding_bags": "embedding_bags",
     "group_sparse_bce": "group_sparse_bce",
     "group_sparse_cross_entropy": "group_sparse_cross_entropy",
@@ -105,6 +106,9 @@ MORE: dict[str, Function] = {
     "added and multiplied": lambda a, ao, b, bo: ops.jagged_cross(ops.jagged_dense_mul(a, ao, b), ao, b[:, :3], a[:, 3:]),
     "gelu": lambda a, ao, b, bo: ops.jagged_linear(a, ao, torch.ones(8, 8), context=b, activation="gelu"),
     "relu": lambda a, ao, b, bo: ops.jagged_linear(a, ao, torch.ones(8, 8), context=b, activation="relu"),
+    "more than a catalogue has": lambda a, ao, b, bo: ops.catalogue_topk(
+        b, torch.ones(5, 8).cumsum(0), 7, bias=torch.arange(5.0).sin()
+    )[1].float(),
 }  # fmt: skip
 
 
@@ -342,7 +346,31 @@ def test_bodies_are_their_operators(dtype: torch.dtype, index: torch.dtype) -> N
             found, expected = decompositions._run(name, *x, *o, "torch"), OPERATORS[name].dispatched(*x, *o, "torch")
             torch.testing.assert_close(found, expected, msg=f"{name}: {o}")
     own = {name for name, path in decompositions._BODIES.items() if ".decomposed:" in path}
-    assert own - {"concat", "split", "take_part"} == bodies_of(rng, dtype, index).keys()
+    assert own - {"concat", "split", "take_part", "catalogue_topk"} == bodies_of(rng, dtype, index).keys()
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("tile", [2, 5, 2**16])
+def test_ranked_catalogues(tile: int, dtype: torch.dtype, index: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same items in the same order, equal scores and NaN among them, whichever tiles they are ranked in."""
+    monkeypatch.setattr(catalogue, "_LEAST_TILE", tile)
+    torch.manual_seed(0)
+    rng = random.Random(0)
+    for _ in range(40):
+        rows, items, k = rng.randrange(4), rng.randrange(1, 12), rng.randrange(1, 14)
+        # Whole numbers have many equal products, and a zero of either sign.
+        hidden, weight = (torch.randint(-1, 2, (size, 3)).to(dtype) for size in (rows, items))
+        strange = rng.choice((0.0, torch.nan, torch.inf, -torch.inf))
+        weight[rng.randrange(items)] += strange
+        lengths = torch.tensor([0, *(rng.randrange(6) for _ in range(rows))])
+        ids = torch.randint(-2, items + 2, (int(lengths.sum()),))
+        excluded = rng.choice(((None, None), (ids.to(index), lengths.cumsum(0).to(index))))
+        bias = rng.choice((None, torch.randint(-1, 2, (items,)).to(dtype)))
+        x, o = catalogue_spec.Inputs(hidden, weight, bias, *excluded), catalogue_spec.Options(k, 2**20)
+        found, expected = catalogue.catalogue_topk(x, o), OPERATORS["catalogue_topk"].dispatched(*x, *o, "torch")
+        assert torch.equal(found.ids, expected[1])
+        torch.testing.assert_close(found.scores, expected[0], rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

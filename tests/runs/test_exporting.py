@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 import jagged
-from jagged import artifacts, cli
+from jagged import Ranker, artifacts, cli
 from jagged.config import ConfigError
 from jagged.models import scoring_tensors
 from jagged.runs import exporting
-from jagged.runs.ranking import RankingRun
+from jagged.runs.ranking import RankingRun, packing
 from jagged.training import CheckpointError
 from tests.places import PLACE
 from tests.runs.test_ranking_runs import SMALL, config, table
@@ -113,7 +114,9 @@ def test_a_run_is_exported(
     assert (manifest["max_history"], manifest["times"]) == (opened.config.data.max_history, opened.opened.split["time_kind"])
     assert [one["requests"] for one in manifest["compared"]] == [1, 7, 100, 3]
     assert all(one["difference"] < 1e-4 for one in manifest["compared"])
-    assert manifest["milliseconds"]["package"] > 0
+    took = manifest["milliseconds"]
+    assert took["requests"] == 100
+    assert all(0 < took[what]["p50"] <= took[what]["p99"] and took[what]["calls"] > 1 for what in ("package", "model"))
     # Ids become rows by files that pyarrow reads.
     assert {table for of in manifest["keys"].values() for table in of.values()} - {None} <= manifest["tables"].keys()
     items = manifest["tables"]["item"]
@@ -123,6 +126,22 @@ def test_a_run_is_exported(
     assert (items["encoding"], items["rows"]) == ("vocabulary", len(ids) + 2)
     known = opened.encoders["item"].encode(pa.array(ids[:3]))
     assert known.tolist() == [2, 3, 4]
+    # Rows are scored by it as by the model, some requests at a time, and on the command line.
+    monkeypatch.setattr("jagged.runs.ranking.run.most_samples", lambda wanted, longest: 7)
+    rows, output = tmp_path / "rows.parquet", tmp_path / "predicted.parquet"
+    pq.write_table(table(), rows)
+    expected = Ranker.from_pretrained(run, device="cpu").predict(rows, progress=False)
+    served = Ranker.from_pretrained(run, package=package).predict(rows, progress=False)
+    for name in expected.column_names:
+        columns = served[name].to_pylist(), expected[name].to_pylist()
+        assert columns[0] == (pytest.approx(columns[1], abs=1e-4) if name.startswith("predicted_") else columns[1])
+    monkeypatch.setattr(
+        sys, "argv", ["jagged", "predict", str(run), str(rows), "--output", str(output), "--package", str(package)]
+    )
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert not end.value.code
+    assert pq.read_table(output).equals(served)
 
 
 @COMPILED
@@ -145,7 +164,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
         return {task: torch.full((len(tensors["candidate_numbers"]),), 0.5) for task in ("click", "buy")}
 
     monkeypatch.setattr(exporting, "write_package", lambda program, path: path.write_bytes(b""))
-    monkeypatch.setattr(exporting, "export_scores", lambda model, batch: None)
+    monkeypatch.setattr(packing, "export_scores", lambda model, batch: None)
     monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: of_everything)
 
 
@@ -199,7 +218,7 @@ def test_what_cannot_be_taken_apart_is_told(run: Path, tmp_path: Path, monkeypat
         raise ValueError("program: got jagged::other, expected none")
 
     monkeypatch.setattr(exporting, "write_package", refuse)
-    monkeypatch.setattr(exporting, "export_scores", lambda model, batch: None)
+    monkeypatch.setattr(packing, "export_scores", lambda model, batch: None)
     with pytest.raises(ConfigError) as refused:
         jagged.export(run, tmp_path / "scores", progress=False)
     told = "the model could not be exported: ValueError: 'program: got jagged::other, expected none'"
@@ -207,7 +226,7 @@ def test_what_cannot_be_taken_apart_is_told(run: Path, tmp_path: Path, monkeypat
 
 
 def test_a_name_that_cannot_be_is_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uncompiled: None) -> None:
-    monkeypatch.setattr(exporting, "_compared", lambda run, part, package: {})
+    monkeypatch.setattr(exporting, "_compared", lambda packed, package: {})
     output = tmp_path / ("a" * 300)
     with pytest.raises(artifacts.ArtifactError) as refused:
         jagged.export(run, output, progress=False)
@@ -217,13 +236,17 @@ def test_a_name_that_cannot_be_is_refused(run: Path, tmp_path: Path, monkeypatch
 def test_other_runs_are_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         jagged.export(tmp_path, tmp_path / "scores")
-    for name, content in (("items.arrow", ""), ("model.json", json.dumps({"model": "multilabel"}))):
-        other = tmp_path / name.partition(".")[0]
-        other.mkdir()
-        (other / name).write_text(content)
-        with pytest.raises(ConfigError) as refused:
-            jagged.export(other, tmp_path / "scores")
-        assert str(refused.value) == f"{other}: holds no model of a table's requests; only these are exported"
+    labels = tmp_path / "labels"
+    labels.mkdir()
+    (labels / "model.json").write_text(json.dumps({"model": "multilabel"}))
+    with pytest.raises(ConfigError) as refused:
+        jagged.export(labels, tmp_path / "scores")
+    assert str(refused.value) == (
+        f"{labels}: a run on sets of labels, expected one on events or on a table; only these are exported"
+    )
+    with pytest.raises(ConfigError) as refused:
+        jagged.export(run, tmp_path / "scores", k=3)
+    assert str(refused.value) == f"k: {run} is a run on a table, whose packages score all candidates; leave it out"
     shutil.copytree(run, tmp_path / "bare")
     shutil.rmtree(tmp_path / "bare" / "dataset")
     with pytest.raises(ConfigError) as refused:

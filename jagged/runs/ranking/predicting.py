@@ -49,14 +49,23 @@ class Ranker:
         self._run: RankingRun | None = None
 
     @classmethod
-    def from_pretrained(cls, directory: str | os.PathLike[str], *, device: str = "auto") -> Ranker:
+    def from_pretrained(
+        cls, directory: str | os.PathLike[str], *, device: str = "auto", package: str | os.PathLike[str] | None = None
+    ) -> Ranker:
         """Open a directory that `jagged train` or `fit` wrote; no GPU is needed.
+
+        Args:
+            directory: the run's.
+            device: "auto" (the GPU where there is one), "cpu" or "cuda".
+            package: one that `jagged export` made of this run: it scores in the model's place, on the CPU, in smaller batches
+                where histories are long.
 
         Raises:
             CheckpointError: the directory holds no ranking model, or a file of it is damaged.
-            ConfigError: an unknown device, or one that is not there.
+            ConfigError: an unknown device, or one that is not there, or a package that is not this run's.
+            ArtifactError: a file of the package is damaged.
         """
-        run = RankingRun.open(directory, device=device)
+        run = RankingRun.open(directory, device=device, package=package)
         self = cls(run.config)
         self._run = run
         return self

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from jagged.config import ByColumn, ConfigError, RankingConfig
 from jagged.data import DataError, Dataset, Encoders, Kind, Part, Schema, Split
@@ -20,9 +21,12 @@ from jagged.data.errors import refuse, shown
 from jagged.data.negatives import TrainingEvents
 from jagged.data.records import PARTS
 from jagged.data.rows import event_columns, events
+from jagged.data.table_batches import Batch
 from jagged.data.table_splits import rows_of_parts
 from jagged.evaluation import bar
+from jagged.models import scoring_tensors
 from jagged.models.pretrained import PretrainedTask, open_task
+from jagged.runs.packages import Package, most_samples
 from jagged.runs.ranking.checks import check_data, check_opened, fitting
 from jagged.runs.run import find_device
 from jagged.training.table_updates import keep_on_host
@@ -37,27 +41,37 @@ class RankingRun:
 
     Attributes:
         opened: what lies in the directory; its task is on `device`.
+        package: that scores in the model's place; None for the model.
     """
 
     opened: PretrainedTask
+    package: Package | None = None
 
     @classmethod
-    def open(cls, directory: str | os.PathLike[str], *, device: str = "auto") -> RankingRun:
+    def open(
+        cls, directory: str | os.PathLike[str], *, device: str = "auto", package: str | os.PathLike[str] | None = None
+    ) -> RankingRun:
         """Open a directory that `train` wrote, after verifying its files.
 
         On a GPU tables of which the run had rows cached stay in the host's memory, and are read by the same budget.
 
+        Args:
+            directory: the run's.
+            device: "auto" (the GPU where there is one), "cpu" or "cuda".
+            package: one that `jagged export` made of this run, which scores in the model's place, on the CPU.
+
         Raises:
-            ConfigError: an unknown device, or one that is not there.
+            ConfigError: an unknown device, or one that is not there, or a package that is not this run's.
             CheckpointError: the directory holds no such model, or a file of it is damaged.
+            ArtifactError: a file of the package is damaged.
         """
-        where = find_device(device)
+        where = find_device(device, package)
         opened = open_task(directory)
         check_opened(opened)
         if where.type == "cuda":
             keep_on_host(opened.task, opened.config.training, 1)
         opened.task.to(where)
-        return cls(opened)
+        return cls(opened, None if package is None else Package(package, directory, "scores"))
 
     @property
     def directory(self) -> Path:
@@ -170,11 +184,16 @@ class RankingRun:
 
     def scores(self, part: Part, *, batch_size: int | None = None, progress: bool = True) -> Iterator[tuple[Any, dict[str, Any]]]:
         """Batches of a part in its order, each with the model's predictions by task, `[S]`."""
-        loader = part.loader(
-            batch_size=batch_size or self.config.evaluation.eval_batch_size, max_history=self.config.data.max_history
-        )
-        for batch in bar(loader, progress):
-            yield batch, self.model.predict(batch)
+        size, longest = batch_size or self.config.evaluation.eval_batch_size, self.config.data.max_history
+        size = size if self.package is None else most_samples(size, longest)
+        for batch in bar(part.loader(batch_size=size, max_history=longest), progress):
+            yield batch, self._predicted(batch)
+
+    def _predicted(self, batch: Batch) -> dict[str, Tensor]:
+        if self.package is None or not len(batch):
+            found: dict[str, Tensor] = self.model.predict(batch)
+            return found
+        return self.model.predictions(self.package(scoring_tensors(self.model, batch)))  # type: ignore[no-any-return]
 
     def predict(self, dataset: Dataset, *, batch_size: int | None = None, progress: bool = True) -> dict[str, FloatArray]:
         """By task the predictions of a dataset's rows in the order of its source, float32 `[n]`."""
