@@ -2,7 +2,7 @@
 
 `torch.topk` leaves open which of several equal scores it takes, and takes NaN first. On a CPU it is asked for one score more
 than is wanted: where the last one wanted is above that one and the first is a number, its choice is the only one there is. Rows
-without that certainty, and all rows elsewhere, go through integers of the scores' order (`best_of`).
+without that certainty, and all rows elsewhere, go through integers of the scores' order (`_best`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jagged.ops._shared.offsets import sample_of_row
 from jagged.ops.catalogue_topk.keys import reorder_, restore
 from jagged.ops.catalogue_topk.spec import Best, Inputs, Options
 
-# Bytes that `best_of` takes by score, beside an integer of the score's own width and another one on the way to it.
+# Bytes that `_best` takes by score, beside an integer of the score's own width and another one on the way to it.
 _EXACT_BYTES = 12
 # Rows and items of a tile from which on the BLAS gains little; rows that share a pass over the item table wherever it is cut.
 _ENOUGH_ROWS, _ENOUGH_ITEMS, _FEWEST_ROWS = 256, 4096, 16
@@ -55,7 +55,7 @@ def catalogue_topk(x: Inputs, o: Options) -> Best:
             if best is not None:
                 # Among equal scores the earlier tiles' ids are smaller, and each tile's own are in order.
                 top, item = torch.cat([best[0], top], 1), torch.cat([best[1], item], 1)
-                top, place = best_of(top, min(k, top.shape[1]))
+                top, place = _best(top, min(k, top.shape[1]))
                 item = item.gather(1, place)
             best = top, item
         assert best is not None
@@ -71,7 +71,7 @@ def _best_of_tile(
 ) -> tuple[Tensor, Tensor]:
     """Return the k best scores `[rows, k]` of a tile, reordered, and their columns; the least integer for no item.
 
-    `excluded` are columns and rows of what is no item of a row; `exact_rows` is how many rows `best_of` may take at once.
+    `excluded` are columns and rows of what is no item of a row; `exact_rows` is how many rows `_best` may take at once.
     """
     num_rows, width = shape
     scores = cells[: num_rows * width].view(shape)
@@ -96,17 +96,16 @@ def _best_of_tile(
             place_of_row = rows.new_full((num_rows + 1,), -1).index_copy_(0, rows, torch.arange(len(rows), device=rows.device))
             place = place_of_row[torch.where((excluded[1] >= 0) & (excluded[1] < num_rows), excluded[1], num_rows)]
             _fill(order, (len(rows), width), (excluded[0], place), torch.iinfo(order.dtype).min)
-        top[rows], column[rows] = best_of(order[:-1].view(-1, width), k)
+        top[rows], column[rows] = _best(order[:-1].view(-1, width), k)
     return top, column
 
 
-def best_of(order: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _best(order: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest integers of each row and their columns; of equal ones those of the smallest columns, these first."""
     border = order.topk(k, dim=1).values[:, -1:]
     chosen, is_border = order > border, order == border
     missing = k - chosen.sum(1, keepdim=True)
-    # Nothing changes in place: programs that are exported have it, too.
-    chosen = chosen | is_border & (is_border.cumsum(1, dtype=torch.int32) <= missing)
+    chosen |= is_border & (is_border.cumsum(1, dtype=torch.int32) <= missing)
     width = order.shape[1]
     left = torch.arange(width, 0, -1, dtype=torch.int32, device=order.device)
     column = width - torch.where(chosen, left, 0).topk(k, dim=1).values.to(torch.int64)
@@ -132,9 +131,9 @@ def _rows_of(excluded: tuple[Tensor, Tensor], first: int, count: int) -> tuple[T
 
 
 def _plan(num_rows: int, num_items: int, max_bytes: int, item_bytes: int, score_bytes: int) -> tuple[int, int, int]:
-    """Return rows and items of a tile, and rows that `best_of` takes at once.
+    """Return rows and items of a tile, and rows that `_best` takes at once.
 
-    A tile is the whole catalogue where enough rows of it fit into one half of the memory; the other half is for `best_of`.
+    A tile is the whole catalogue where enough rows of it fit into one half of the memory; the other half is for `_best`.
     """
     exact_bytes = 2 * score_bytes + _EXACT_BYTES
     by_score = score_bytes + exact_bytes

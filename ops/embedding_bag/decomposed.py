@@ -30,16 +30,8 @@ torch.library.define(
 )
 
 
-def _fake(
-    tables: Sequence[Tensor],
-    indices: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    layout: Sequence[int],
-    size: int,
-    width: int,
-    output_dtype: str,
-) -> Tensor:
+def _fake(tables: Sequence[Tensor], indices: Tensor, *others: Any) -> Tensor:
+    *_, size, width, output_dtype = others
     return indices.new_empty(size, width, dtype=getattr(torch, output_dtype))
 
 

@@ -19,7 +19,7 @@ import torch
 
 import jagged
 from jagged import Ranker, artifacts, cli
-from jagged.config import ConfigError
+from jagged.config import ConfigError, RankingConfig
 from jagged.models import scoring_tensors
 from jagged.runs import exporting
 from jagged.runs.ranking import RankingRun, packing
@@ -166,6 +166,20 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporting, "write_package", lambda program, path: path.write_bytes(b""))
     monkeypatch.setattr(packing, "export_scores", lambda model, batch: None)
     monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: of_everything)
+
+
+def test_drawn_candidates_are_compared_too(tmp_path: Path) -> None:
+    """Rows without labels have one candidate each; the package has to score several of a request."""
+    rows = table().select(["user", "item", "time"])
+    data = {"user": "user", "candidate": "item", "time": "time", "negatives": 3, "duplicates": "keep"}
+    jagged.train(RankingConfig(**{**SMALL, "output": str(tmp_path / "run"), "data": data}), rows, progress=False)
+    opened = RankingRun.open(tmp_path / "run", device="cpu")
+    made = packing.RequestPackage(opened, (1e-4, 1e-3))
+    batch = made.batch(50)
+    counts = batch.candidate_offsets.diff()
+    assert len(counts) == 50
+    assert int(counts.max()) == 4
+    assert made.difference({task: of.detach() for task, of in made.by_model(batch).items()}, batch) == 0
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -36,9 +36,11 @@ class RequestPackage:
         self.name = name_of(run.model)
 
     def batch(self, count: int, max_history: int | None = None) -> Batch:
-        """So many held-out requests, of a small part several times."""
-        longest = self.run.config.data.max_history if max_history is None else max_history
-        return self.part.gather(np.arange(count) % len(self.part), max_history=longest)
+        """So many held-out requests, of a small part several times, with drawn candidates where the run drew some."""
+        data = self.run.config.data
+        drawing = data.drawing()
+        places = np.arange(count) % (len(self.part.rows) if drawing else len(self.part))
+        return self.part.gather(places, max_history=data.max_history if max_history is None else max_history, **drawing)
 
     def program(self, batch: Batch) -> ExportedProgram:
         """The program, traced with a batch."""
