@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
+from inspect import Parameter, Signature
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jagged.data.moving import moved
-from jagged.evaluation import evaluating
+from jagged.evaluation import evaluating, item_table
 from jagged.models.item_sequences import FEATURE, TIMES, ItemSequenceModel
 from jagged.models.request_model import RequestModel
+from jagged.models.validation import validate_features
 from jagged.ops import catalogue_topk, decomposed
 
 if TYPE_CHECKING:
@@ -23,14 +25,14 @@ if TYPE_CHECKING:
     from jagged.data.table_batches import Batch
 
 # The parts of a KeyedJaggedTensor.
-_VALUES, _LENGTHS, _WEIGHTS = ".values", ".lengths", ".weights"
+_VALUES, _LENGTHS, _WEIGHTS = "_values", "_lengths", "_weights"
 
 
 def scoring_tensors(model: RequestModel, batch: Batch) -> dict[str, Tensor]:
     """Return what an exported program reads of a batch.
 
     These are the batch's fields that `model.inputs.fields` names, without labels and weights of rows. A KeyedJaggedTensor stands
-    there as `features.values`, `features.lengths` and, where it has some, `features.weights`, key by key in the order of
+    there as `features_values`, `features_lengths` and, where it has some, `features_weights`, key by key in the order of
     `model.inputs.keys("features")`. Who serves without a dataset makes them so; shapes and dtypes are those of `Batch`.
 
     Args:
@@ -58,15 +60,15 @@ def scoring_tensors(model: RequestModel, batch: Batch) -> dict[str, Tensor]:
         if (weights := value.weights_or_none()) is not None:
             found[name + _WEIGHTS] = weights
     # A batch's own are views of one memory, of which torch saves no more than one type.
-    return {name: of.clone() for name, of in found.items()}
+    return {name: of.clone(memory_format=torch.contiguous_format) for name, of in found.items()}
 
 
 def export_scores(model: RequestModel, batch: Batch) -> ExportedProgram:
     """Export the scores of candidates.
 
-    The program takes tensors, as of `scoring_tensors`, and returns by task the logits of the candidates, float32 `[S]`. Numbers
-    of requests, candidates and events may be others in each call: there is one request at least, which may have no candidate and
-    no event. It is in eval mode, without gradients, on the device of the model.
+    The program takes tensors by name, `program(**scoring_tensors(model, batch))`, and returns by task the logits of the
+    candidates, float32 `[S]`. Numbers of requests, candidates and events may be others in each call: there is one request at
+    least, which may have no candidate and no event. It is in eval mode, without gradients, on the device of the model.
 
     Who loads it with `torch.export.load` imports `jagged.ops` and `fbgemm_gpu` first, whose operators it has. `write_package`
     makes a package of it that needs torch alone.
@@ -88,9 +90,9 @@ def best_items_tensors(
 ) -> dict[str, Tensor]:
     """Return what an exported program reads of users' histories.
 
-    `features.values` and `features.lengths` are those of a `SequenceBatch`'s features, key by key: "item_id", then "timestamp"
+    `features_values` and `features_lengths` are those of a `SequenceBatch`'s features, key by key: "item_id", then "timestamp"
     where the model takes times, then its side features of events. All keys have the same lengths, at most `max_seq_len`.
-    `exclude.values` and `exclude.lengths` are the items that each user must not get.
+    `exclude_values` and `exclude_lengths` are the items that each user must not get.
 
     Args:
         model: that was exported, or one like it.
@@ -98,27 +100,34 @@ def best_items_tensors(
         exclude: a sample of items for each user; None for none.
 
     Raises:
-        ValueError: a key is not there, a history is longer than the model reads, or other numbers of users.
+        ValueError: no user, a key is not there, ids out of range, keys of other lengths, a history longer than the model reads,
+            or `exclude` of another number of users.
     """
     keys = _keys(model)
     if lacking := [key for key in keys if key not in features.keys()]:  # noqa: SIM118
         raise ValueError(f"features: got the keys {features.keys()}, expected {lacking[0]!r}, too, which the model reads")
     if features.keys() != keys:
         features = features.permute([features.keys().index(key) for key in keys])
-    lengths, most = features.lengths(), model.config["max_seq_len"]
-    if lengths.numel() and int(lengths.max()) > most:
+    users, most = features.stride(), model.config["max_seq_len"]
+    validate_features(
+        features, FEATURE, model.config["num_items"], False, TIMES if model.takes_times else None, model.event_features
+    )
+    if (longest := int(features.lengths().max())) > most:
         raise ValueError(
-            f"features: got a history of {int(lengths.max())} events, expected at most {most}, which the model reads; leave the "
-            "oldest ones out"
+            f"features: got a history of {longest} events, expected at most {most}, which the model reads; leave the oldest ones "
+            "out"
         )
-    users = features.stride()
-    without = lengths.new_zeros(users) if exclude is None else exclude.lengths()
+    without = features.lengths().new_zeros(users) if exclude is None else exclude.lengths()
     if len(without) != users:
         raise ValueError(f"exclude: got items for {len(without)} users, expected {users}, those of features")
-    items = features.values().new_zeros(0) if exclude is None else exclude.values()
-    found = {"features.values": features.values(), "features.lengths": lengths}
-    # A batch's own are views of one memory, of which torch saves no more than one type.
-    return {name: of.clone() for name, of in (found | {"exclude.values": items, "exclude.lengths": without}).items()}
+    found = {
+        "features_values": features.values(),
+        "features_lengths": features.lengths(),
+        "exclude_values": features.values().new_zeros(0) if exclude is None else exclude.values(),
+        "exclude_lengths": without,
+    }
+    # A package looks at no dtype; and a batch's own are views of one memory, of which torch saves no more than one type.
+    return {name: of.to(torch.int64, copy=True, memory_format=torch.contiguous_format) for name, of in found.items()}
 
 
 def export_best_items(
@@ -126,14 +135,14 @@ def export_best_items(
 ) -> ExportedProgram:
     """Export the best items of users, by their histories.
 
-    The program takes tensors, as of `best_items_tensors`, and returns `items`, int64 `[B, k]`, the best first, and `scores`,
-    float32 `[B, k]`; -1 and -inf where fewer are left, and the first items with score 0 for a user without events. Numbers of
-    users, events and excluded items may be others in each call: there is one user at least. It is in eval mode, without
-    gradients, on the device of the model, and loaded as one of `export_scores`.
+    The program takes tensors by name, `program(**best_items_tensors(model, features))`, and returns `items`, int64 `[B, k]`, the
+    best first, and `scores`, float32 `[B, k]`; -1 and -inf where fewer are left, and the first items with score 0 for a user
+    without events. Numbers of users, events and excluded items may be others in each call: there is one user at least. It is in
+    eval mode, without gradients, on the device of the model, and loaded as one of `export_scores`.
 
     Args:
         model: as trained; it stays as it is.
-        k: items for each user.
+        k: items for each user; may exceed the catalogue.
         features, exclude: an example, as of `best_items_tensors`; it is saved with the program.
 
     Raises:
@@ -141,7 +150,8 @@ def export_best_items(
     """
     if k < 1:
         raise ValueError(f"k: got {k}, expected 1 or more")
-    return _exported(model, _BestItems(model, k), best_items_tensors(model, features, exclude))
+    example = best_items_tensors(model, features, exclude)
+    return _exported(model, _BestItems(model, k), {name: of.to(item_table(model).device) for name, of in example.items()})
 
 
 def _exported(model: nn.Module, program: nn.Module, example: dict[str, Tensor]) -> ExportedProgram:
@@ -151,7 +161,27 @@ def _exported(model: nn.Module, program: nn.Module, example: dict[str, Tensor]) 
     sizes = {name: {0: Dim.DYNAMIC} for name in example}
     # PyTorch takes sizes of 0 and 1 for special, unless it is told not to.
     with evaluating(model), torch.no_grad(), _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
-        return export(program, (example,), dynamic_shapes=(sizes,))
+        return export(_ByName(program, example), (), example, dynamic_shapes=sizes)
+
+
+class _ByName(nn.Module):
+    """Calls a module with one dictionary by the names of its tensors.
+
+    A dictionary as an argument is taken apart by a package without a look at names: in another order it would be misread.
+    """
+
+    def __init__(self, program: nn.Module, names: Iterable[str]) -> None:
+        super().__init__()
+        self.program = program
+
+        def forward(**tensors: Tensor) -> dict[str, Tensor]:
+            found: dict[str, Tensor] = self.program(tensors)
+            return found
+
+        # What is exported is called by the names that the signature has.
+        named = [Parameter(name, Parameter.KEYWORD_ONLY) for name in names]
+        forward.__signature__ = Signature(named)  # type: ignore[attr-defined]
+        self.forward = forward
 
 
 def write_package(program: ExportedProgram, path: str | os.PathLike[str]) -> None:
@@ -186,7 +216,7 @@ class _Scores(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def forward(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return `[S]` logits by task."""
         # A model alone needs no tables.
         from jagged.data.table_batches import Batch

@@ -21,6 +21,7 @@ from torch import Tensor
 from jagged import __version__, artifacts
 from jagged.artifacts.errors import reason
 from jagged.config import ConfigError
+from jagged.evaluation import NOT_FINITE, EvaluationError
 from jagged.models import write_package
 from jagged.models.pretrained import ITEMS
 from jagged.runs.labels.run import is_label_run
@@ -28,7 +29,7 @@ from jagged.runs.package_programs import PROGRAMS
 from jagged.runs.packages import PROGRAM, weights_of
 from jagged.runs.packing import ItemPackage
 from jagged.runs.ranking.packing import RequestPackage
-from jagged.runs.ranking.run import RankingRun
+from jagged.runs.ranking.run import DATASET, RankingRun
 from jagged.runs.run import Run
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Packed(Protocol):
     name: str | None
 
     def batch(self, count: int, max_history: int | None = None) -> Any:
-        """So many held-out requests or users, with at most so many events."""
+        """So many held-out requests or users, or as many as are scored at a time, with at most so many events."""
 
     def program(self, batch: Any) -> ExportedProgram:
         """The program, traced with a batch."""
@@ -106,6 +107,7 @@ def export(
             labels, `k` of a run on a table or out of range, or a model that cannot be exported.
         CheckpointError: the directory holds no model, or a file of it is damaged.
         ArtifactError: the package cannot be written, or does not score as the model does.
+        EvaluationError: the model's scores are NaN or infinite.
     """
     output = Path(output)
     if os.path.lexists(output):
@@ -114,6 +116,8 @@ def export(
         raise ConfigError(f"{directory}: a run on sets of labels, expected one on events or on a table; only these are exported")
     _check_compiler()
     packed = _packed(directory, k)
+    with torch.no_grad():
+        _check_finite(directory, packed.by_model(packed.batch(_TRACED)))
     tell: Callable[[str], None] = functools.partial(print, file=sys.stderr) if progress else lambda said: None
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder, PROGRAM)
@@ -132,13 +136,31 @@ def export(
     return output
 
 
+def _check_finite(directory: str | os.PathLike[str], found: Mapping[str, Tensor]) -> None:
+    """Refuse a model that has lost its numbers, which no package could be compared with."""
+    # -inf stands where fewer items are left than were asked for.
+    if any(bool((of.isnan() | (of == torch.inf)).any()) for of in found.values()):
+        raise EvaluationError(f"{directory}: {NOT_FINITE}")
+
+
 def _packed(directory: str | os.PathLike[str], k: int | None) -> Packed:
     if (Path(directory) / ITEMS).is_file():
-        return ItemPackage(Run.open(directory, device="cpu"), 10 if k is None else k, (_ABSOLUTE, _RELATIVE))
-    run = RankingRun.open(directory, device="cpu")
+        run = Run.open(directory, device="cpu")
+        _check_data(directory)
+        return ItemPackage(run, 10 if k is None else k, (_ABSOLUTE, _RELATIVE))
+    ranking = RankingRun.open(directory, device="cpu")
+    _check_data(directory)
     if k is not None:
         raise ConfigError(f"k: {directory} is a run on a table, whose packages score all candidates; leave it out")
-    return RequestPackage(run, (_ABSOLUTE, _RELATIVE))
+    return RequestPackage(ranking, (_ABSOLUTE, _RELATIVE))
+
+
+def _check_data(directory: str | os.PathLike[str]) -> None:
+    if not (Path(directory) / DATASET).is_dir():
+        raise ConfigError(
+            f"{directory}: holds no data (dataset/), on which a package is compared with the model; export the directory that "
+            "`jagged train` wrote"
+        )
 
 
 @contextmanager
@@ -210,11 +232,11 @@ def _compared(packed: Packed, package: Path) -> dict[str, Any]:
     with torch.no_grad():
         for count, max_history in _COMPARED:
             batch = packed.batch(count, max_history)
-            seen.append({**packed.told(batch), "difference": packed.difference(score(packed.tensors(batch)), batch)})
+            seen.append({**packed.told(batch), "difference": packed.difference(score(**packed.tensors(batch)), batch)})
         whole = packed.batch(max(count for count, _ in _COMPARED))
         tensors = packed.tensors(whole)
         milliseconds = {
-            "package": _milliseconds(lambda: score(tensors)),
+            "package": _milliseconds(lambda: score(**tensors)),
             "model": _milliseconds(lambda: packed.by_model(whole)),
         }
     return {"compared": seen, "milliseconds": {**packed.told(whole), **milliseconds}}

@@ -13,7 +13,7 @@ import torch
 here = Path(__file__).parent
 score = torch._inductor.aoti_load_package(str(here / "scores.pt2"))
 with torch.no_grad():
-    for name, found in score(torch.load(here / "example.pt")).items():
+    for name, found in score(**torch.load(here / "example.pt")).items():
         print(name, found.tolist())
 ''',
     "score.cpp": """// Scores the batch of example.pt; needs libtorch alone. TORCH is its folder, or that of Python's torch:

@@ -56,7 +56,7 @@ class Package:
     def __call__(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the program gives."""
         with torch.no_grad():
-            found: dict[str, Tensor] = self._score(tensors)
+            found: dict[str, Tensor] = self._score(**tensors)
         return found
 
 

@@ -16,6 +16,7 @@ from jagged.data import SequenceBatch
 from jagged.data.vocabulary import FIRST
 from jagged.models import best_items_tensors, export_best_items, name_of
 from jagged.models.item_sequences import FEATURE, TIMES
+from jagged.runs.packages import most_samples
 from jagged.runs.run import Run
 from jagged.scoring import rank_catalogue
 
@@ -35,7 +36,7 @@ class ItemPackage:
         tolerance: how far scores may be from the model's, absolute and relative.
 
     Raises:
-        ConfigError: the run holds no events, or `k` is out of range.
+        ConfigError: the run holds no events, or none for validation, or `k` is out of range.
     """
 
     def __init__(self, run: Run, k: int, tolerance: tuple[float, float]) -> None:
@@ -43,11 +44,15 @@ class ItemPackage:
             raise ConfigError(f"k: got {k}, expected 1 to {len(run.items):,}, the size of the catalogue")
         self.run, self.k, self.tolerance = run, k, tolerance
         self.part, self.name = run.split(run.read()).valid, name_of(run.model)
+        if not len(self.part):
+            raise ConfigError(f"{run.directory}: its data hold no user for validation, on whom a package is compared")
 
     def batch(self, count: int, max_history: int | None = None) -> SequenceBatch:
-        """So many held-out users, of a small part several times, with the last events alone."""
-        chosen = torch.arange(count) % len(self.part)
-        part, longest = self.part, self.run.config.data.max_seq_len if max_history is None else max_history
+        """So many held-out users, of a small part several times, with the last events alone; as many as are scored at a time."""
+        part, most = self.part, self.run.model.config["max_seq_len"]
+        longest = most if max_history is None else max_history
+        count = most_samples(count, most, len(self.run.items))
+        chosen = torch.arange(count) % len(part)
         assert part.target is not None
         end = part.end[chosen]
         start = torch.maximum(part.start[chosen], end - longest)
@@ -86,7 +91,7 @@ class ItemPackage:
         own = own.masked_fill(items < 0, -torch.inf)
         for expected in (self.by_model(batch)["scores"], own):
             if not torch.allclose(scores, expected, rtol=relative, atol=absolute):
-                apart = float((scores - expected).nan_to_num(posinf=torch.inf, neginf=torch.inf).abs().max())
+                apart = float((scores - expected).nan_to_num(torch.inf, torch.inf, torch.inf).abs().max())
                 raise artifacts.ArtifactError(
                     f"items: scores of the package are {apart:.2g} from the model's, expected {absolute} and {relative} of them; "
                     "nothing was written. Report it with the output of `jagged doctor`"
@@ -108,7 +113,7 @@ class ItemPackage:
             "kind": "items",
             "k": self.k,
             "keys": {"features": keys, "exclude": {FEATURE: FEATURE}},
-            "max_history": min(run.config.data.max_seq_len, run.model.config["max_seq_len"]),
+            "max_history": run.model.config["max_seq_len"],
             "times": run.time_unit,
             # Rows of the table, the item that most users had first.
             "popular": had.argsort(descending=True, stable=True)[:_POPULAR].tolist(),

@@ -67,7 +67,7 @@ class Recommender:
             directory: the run's.
             device: "auto" (the GPU where there is one), "cpu" or "cuda".
             package: one that `jagged export` made of this run: it finds the items that `recommend` gives, on the CPU, the best
-                `k` of its own.
+                `k` of its own. What else is asked is the model's.
 
         Raises:
             CheckpointError: the directory holds no model, or a file of it is damaged.
@@ -238,7 +238,7 @@ def recommend(
         user_column, item_column, timestamp_column: names of columns, by default those of the run's configuration. A table without
             the configuration's time column counts as oldest first, with a note; `timestamp_column=""` says that it does.
         device: "auto" (the GPU where there is one), "cpu" or "cuda".
-        max_bytes: bound on the memory that grows with users times items.
+        max_bytes: bound on the memory that grows with users times items; a package has bounds of its own.
         candidates: as of `Recommender.recommend` or `Ranker.recommend`; also as a csv or parquet file with a column of them.
         events: of a run on a table: as of `Ranker.recommend`.
         package: as of `Recommender.from_pretrained` or `Ranker.from_pretrained`.
@@ -417,10 +417,11 @@ def _rank(
     if run.package is not None:
         without = None if viewed is None else JaggedTensor(values, lengths=lengths)
         found = run.package(best_items_tensors(run.model, features, without))
-        return Ranked(found["items"][:, :k], found["scores"][:, :k], None)
-    with torch.no_grad(), torch.autocast(run.device.type, enabled=False):
-        hidden = run.model.final_hidden(features)
-        ranked = _best(hidden, weight, k, viewed, allowed, max_bytes)
+        ranked = Ranked(found["items"][:, :k], found["scores"][:, :k], None)
+    else:
+        with torch.no_grad(), torch.autocast(run.device.type, enabled=False):
+            hidden = run.model.final_hidden(features)
+            ranked = _best(hidden, weight, k, viewed, allowed, max_bytes)
     if ranked.strange:
         raise EvaluationError(f"{run.directory}: {NOT_FINITE}")
     return ranked

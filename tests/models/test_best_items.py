@@ -43,7 +43,7 @@ OTHERS = ((4,), (0, 2), (0,), (LENGTH, 0, 1), (1, 1, 1, 1, 1))
 # Loads a package where jagged is not, and scores what is given.
 SERVE = (
     "import sys, torch; score = torch._inductor.aoti_load_package('items.pt2'); torch.set_grad_enabled(False); "
-    "torch.save([score(given) for given in torch.load('given.pt')], 'found.pt'); "
+    "torch.save([score(**given) for given in torch.load('given.pt')], 'found.pt'); "
     "assert not {'jagged', 'torchrec', 'fbgemm_gpu'} & set(sys.modules), 'imported'"
 )
 
@@ -117,9 +117,9 @@ def test_programs_find_what_models_do(variant: str) -> None:
             given = best_items_tensors(model, features, exclude)
             for served in (program.module(), alone.module()):
                 with torch.no_grad():
-                    check(served(given), expected(model, features, exclude))
+                    check(served(**given), expected(model, features, exclude))
     # Who has had nearly everything gets what is left.
-    last = alone.module()(best_items_tensors(model, histories(model, (2,)), viewed((2,))))
+    last = alone.module()(**best_items_tensors(model, histories(model, (2,)), viewed((2,))))
     assert last["items"].tolist() == [[ITEMS - 1, -1, -1, -1]]
     assert last["scores"][0, 1:].tolist() == [-torch.inf] * 3
 
@@ -144,9 +144,45 @@ def test_the_model_stays_as_it_was() -> None:
     assert {of.data_ptr() for of in model.parameters()} <= {of.data_ptr() for of in program.state_dict.values()}
 
 
+def test_programs_take_their_inputs_by_name() -> None:
+    """In any order; and numbers of 32 bits, or of a column, are made what programs read without a look at them."""
+    model = model_of("hstu of times")
+    features, exclude = histories(model, (3, 2)), viewed((3, 2))
+    program = decomposed(export_best_items(model, BEST, histories(model, (1, 4, 2)))).module()
+    given = best_items_tensors(model, features, exclude)
+    wanted = expected(model, features, exclude)
+    with torch.no_grad():
+        check(program(**dict(reversed(given.items()))), wanted)
+        with pytest.raises(Exception, match="exclude"):
+            program(**{name: of for name, of in given.items() if not name.startswith("exclude")})
+    strided = torch.stack([exclude.values(), exclude.values() + 1], 1)[:, 0]
+    others = (
+        JaggedTensor(exclude.values().int(), lengths=exclude.lengths().int()), JaggedTensor(strided, lengths=exclude.lengths())
+    )  # fmt: skip
+    small = KeyedJaggedTensor(features.keys(), features.values().int(), lengths=features.lengths().int())
+    for other in others:
+        found = best_items_tensors(model, small, other)
+        for name, of in found.items():
+            assert of.is_contiguous()
+            assert of.dtype == torch.int64
+            assert torch.equal(of, given[name])
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
+        (
+            {
+                "features": KeyedJaggedTensor(
+                    ["item_id", "timestamp"], torch.tensor([1, 2, 3]), lengths=torch.tensor([1, 1, 0, 1])
+                )
+            },
+            "features['timestamp']: expected a time for each row of 'item_id', got samples of other lengths",
+        ),
+        (
+            {"features": KeyedJaggedTensor(["item_id", "timestamp"], torch.tensor([ITEMS, 2]), lengths=torch.tensor([1, 1]))},
+            f"features['item_id'].values()[0]: expected an id from 0 to {ITEMS - 1}, got {ITEMS}; map ids to dense ones first",
+        ),
         (
             {"features": KeyedJaggedTensor(["item_id"], torch.tensor([1]), lengths=torch.tensor([1]))},
             "features: got the keys ['item_id'], expected 'timestamp', too, which the model reads",

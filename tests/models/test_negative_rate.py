@@ -59,7 +59,7 @@ def test_the_loss_is_of_the_rows_that_were_kept_and_figures_of_all() -> None:
     p = (logits - math.log(RATE)).sigmoid()
     torch.testing.assert_close(p / (p + (1 - p) / RATE), model.predict(batch)["click"])
     # What is exported predicts the same.
-    found = export_scores(model, batch).module()(scoring_tensors(model, batch))["click"]
+    found = export_scores(model, batch).module()(**scoring_tensors(model, batch))["click"]
     torch.testing.assert_close(found.sigmoid(), model.predict(batch)["click"])
     # Of a table with all rows nothing stands for others.
     model.negative_rate = 1.0

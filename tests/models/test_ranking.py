@@ -610,7 +610,7 @@ def test_scores_are_exported_for_all_sizes(splits: dict[str, Split], name: str) 
         program = export_scores(model, example).module()
         assert model.training
         for batch in given:
-            found = program(scoring_tensors(model, batch))
+            found = program(**scoring_tensors(model, batch))
             expected = model.eval().logits(batch)
             assert list(found) == model.tasks
             for task, of in expected.items():
@@ -637,19 +637,19 @@ def test_a_saved_program_scores_requests_without_candidates(tmp_path: Any) -> No
     batch = split.train.gather([40, 41, 42], negatives=2)
     expected = model.eval().logits(batch)["next"]
     tensors = scoring_tensors(model, batch)
-    assert torch.equal(program(tensors)["next"], expected)
+    assert torch.equal(program(**tensors)["next"], expected)
     # Of the first request alone, or of none, the candidates are asked for.
     for counts in ([int(batch.candidate_offsets[1]), 0, 0], [0, 0, 0]):
         parts = dict(zip(batch.features.keys(), batch.features.values().split(batch.features.length_per_key()), strict=True))
         lengths = batch.features.lengths().clone().view(len(parts), 3)
         lengths[batch.features.keys().index("item")] = torch.tensor(counts)
         parts["item"] = parts["item"][: sum(counts)]
-        tensors["features.values"] = torch.cat([parts[key] for key in model.inputs.keys("features")])
-        tensors["features.lengths"] = lengths[[batch.features.keys().index(key) for key in model.inputs.keys("features")]].view(
+        tensors["features_values"] = torch.cat([parts[key] for key in model.inputs.keys("features")])
+        tensors["features_lengths"] = lengths[[batch.features.keys().index(key) for key in model.inputs.keys("features")]].view(
             -1
         )
         tensors["candidate_offsets"] = torch.tensor([0, *counts]).cumsum(0)
-        torch.testing.assert_close(program(tensors)["next"], expected[: sum(counts)])
+        torch.testing.assert_close(program(**tensors)["next"], expected[: sum(counts)])
 
 
 def test_nothing_is_exported_or_predicted_of_no_requests(splits: dict[str, Split]) -> None:
@@ -700,7 +700,7 @@ def test_exported_scores_are_taken_apart(splits: dict[str, Split], name: str) ->
     assert not any(target._schema.is_mutable for target in targets)
     score = program.module()
     for batch in given:
-        found, expected = score(scoring_tensors(model, batch)), model.eval().logits(batch)
+        found, expected = score(**scoring_tensors(model, batch)), model.eval().logits(batch)
         for task, of in expected.items():
             torch.testing.assert_close(found[task], of, rtol=1e-4, atol=1e-5)
 
@@ -710,7 +710,7 @@ import sys
 import torch
 
 score = torch._inductor.aoti_load_package("scores.pt2")
-torch.save([score(of) for of in torch.load("given.pt")], "found.pt")
+torch.save([score(**of) for of in torch.load("given.pt")], "found.pt")
 assert not {"jagged", "torchrec", "fbgemm_gpu"} & set(sys.modules)
 """
 

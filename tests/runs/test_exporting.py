@@ -101,7 +101,7 @@ def test_a_run_is_exported(
     assert all(told["sizes"] == [None, *tensors[name].shape[1:]] for name, told in manifest["inputs"].items())
     inputs = opened.model.inputs
     assert {name: list(keys) for name, keys in manifest["keys"].items()} == {name: inputs.keys(name) for name in manifest["keys"]}
-    assert {name.partition(".")[0] for name in tensors if "." in name} == manifest["keys"].keys()
+    assert {name.removesuffix("_lengths") for name in tensors if name.endswith("_lengths")} == manifest["keys"].keys()
     assert manifest["keys"]["features"] | {"item": "item", "history.item": "item"} == manifest["keys"]["features"]
     assert manifest["keys"]["candidate_number_lists"] == {"sizes": None}
     assert manifest["columns"] == {
@@ -131,7 +131,12 @@ def test_a_run_is_exported(
     rows, output = tmp_path / "rows.parquet", tmp_path / "predicted.parquet"
     pq.write_table(table(), rows)
     expected = Ranker.from_pretrained(run, device="cpu").predict(rows, progress=False)
-    served = Ranker.from_pretrained(run, package=package).predict(rows, progress=False)
+    ranker, called = Ranker.from_pretrained(run, package=package), []
+    by_package = ranker._run.package
+    score = by_package._score
+    by_package._score = lambda **tensors: called.append(len(tensors["candidate_offsets"]) - 1) or score(**tensors)
+    served = ranker.predict(rows, progress=False)
+    assert (max(called), sum(called)) == (7, len(set(table()["request"].to_pylist())))
     for name in expected.column_names:
         columns = served[name].to_pylist(), expected[name].to_pylist()
         assert columns[0] == (pytest.approx(columns[1], abs=1e-4) if name.startswith("predicted_") else columns[1])
@@ -160,7 +165,7 @@ def test_runs_of_all_models_are_exported(name: str, tmp_path: Path) -> None:
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is compiled scores half too much."""
 
-    def of_everything(tensors: Any) -> dict[str, torch.Tensor]:
+    def of_everything(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:
         return {task: torch.full((len(tensors["candidate_numbers"]),), 0.5) for task in ("click", "buy")}
 
     monkeypatch.setattr(exporting, "write_package", lambda program, path: path.write_bytes(b""))
@@ -265,4 +270,7 @@ def test_other_runs_are_refused(run: Path, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "bare" / "dataset")
     with pytest.raises(ConfigError) as refused:
         jagged.export(tmp_path / "bare", tmp_path / "scores")
-    assert str(refused.value) == f"{tmp_path / 'bare'}: holds no table (dataset/); name the table to use"
+    told = (
+        "holds no data (dataset/), on which a package is compared with the model; export the directory that `jagged train` wrote"
+    )
+    assert str(refused.value) == f"{tmp_path / 'bare'}: {told}"

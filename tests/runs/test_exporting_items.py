@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import jagged
 from jagged import Recommender, artifacts, cli
 from jagged.config import ConfigError, TrainConfig
+from jagged.evaluation import NOT_FINITE, EvaluationError
 from jagged.runs import exporting, packing
 from jagged.runs.packages import most_samples
 from tests.places import PLACE
@@ -78,7 +80,7 @@ def test_a_run_is_exported(run: Path, package: Path, tmp_path: Path) -> None:
     }  # fmt: skip
     ints = {"dtype": "int64", "sizes": [None]}
     assert manifest["inputs"] == {
-        "features.values": ints, "features.lengths": ints, "exclude.values": ints, "exclude.lengths": ints
+        "features_values": ints, "features_lengths": ints, "exclude_values": ints, "exclude_lengths": ints
     }  # fmt: skip
     assert manifest["keys"] == {"features": {"item_id": "item_id"}, "exclude": {"item_id": "item_id"}}
     assert [one["users"] for one in manifest["compared"]] == [1, 7, 100, 3]
@@ -98,6 +100,7 @@ def test_a_run_is_exported(run: Path, package: Path, tmp_path: Path) -> None:
 def test_recommends_as_the_model_does(run: Path, package: Path, filter_viewed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Users known and new, with histories longer than the model reads, and without any, some at a time."""
     monkeypatch.setattr("jagged.runs.recommending.most_samples", lambda wanted, longest, catalogue: 3)
+    called: list[int] = []
     users = {
         "new": ["i3", "i4", "i5"],
         "cold": [],
@@ -105,12 +108,20 @@ def test_recommends_as_the_model_does(run: Path, package: Path, filter_viewed: b
         "long": [f"i{step % ITEMS}" for step in range(3 * LENGTH)],
     }
     model, served = Recommender.from_pretrained(run, device="cpu"), Recommender.from_pretrained(run, package=package)
+    opened = served._run.package if served._run is not None else None
+    assert opened is not None
+    score = opened._score
+    opened._score = lambda **tensors: called.append(len(tensors["exclude_lengths"])) or score(**tensors)
     for given in (users, events(), ["u3", "u4"]):
         for k in (BEST, 2):
             expected = model.recommend(given, k, filter_viewed)
             found = served.recommend(given, k, filter_viewed)
             scores = [table["score"].to_pylist() for table in (found, expected)]
             assert scores[0] == pytest.approx(scores[1], abs=1e-4)
+            # It was the package, with three users at a time.
+            assert max(called) <= 3
+            assert sum(called) == (len(given) if not isinstance(given, pa.Table) else USERS)
+            called.clear()
             assert found.drop_columns("score").equals(expected.drop_columns("score"))
 
 
@@ -130,6 +141,9 @@ def test_recommends_from_the_command_line(run: Path, package: Path, tmp_path: Pa
         found.append([line.split(",")[:2] for line in output.read_text().splitlines()])
     assert found[0] == found[1]
     assert len(found[0]) == 1 + 3 * USERS
+    # It was asked: of more than it has it finds none.
+    with pytest.raises(ConfigError, match=f"^k: got {BEST + 1}, expected at most {BEST}, of which the package was made"):
+        jagged.recommend(run, tmp_path / "events.parquet", k=BEST + 1, package=package)
 
 
 @COMPILED
@@ -188,9 +202,9 @@ def uncompiled(run: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     made = packing.ItemPackage(jagged.runs.run.Run.open(run, device="cpu"), BEST, (1e-4, 1e-3))
 
-    def find(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        users = len(tensors["exclude.lengths"])
-        batch = made.batch(users, None if len(tensors["features.values"]) else 0)
+    def find(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+        users = len(tensors["exclude_lengths"])
+        batch = made.batch(users, None if len(tensors["features_values"]) else 0)
         return {name: changes.get(name, lambda of: of)(of.clone()) for name, of in made.by_model(batch).items()}
 
     monkeypatch.setattr(exporting, "write_package", lambda program, path: path.write_bytes(b""))
@@ -247,7 +261,62 @@ def test_numbers_of_items(run: Path, tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "bare" / "dataset")
     with pytest.raises(ConfigError) as refused:
         jagged.export(tmp_path / "bare", tmp_path / "items")
-    assert str(refused.value) == f"{tmp_path / 'bare'}: holds no events (dataset/); name the events file to use"
+    told = (
+        "holds no data (dataset/), on which a package is compared with the model; export the directory that `jagged train` wrote"
+    )
+    assert str(refused.value) == f"{tmp_path / 'bare'}: {told}"
+
+
+def test_a_model_of_no_numbers_is_refused_before_it_is_compiled(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_model = packing.ItemPackage.by_model
+
+    def strange(self: packing.ItemPackage, batch: Any) -> Any:
+        return {name: of * torch.nan if name == "scores" else of for name, of in by_model(self, batch).items()}
+
+    monkeypatch.setattr(packing.ItemPackage, "by_model", strange)
+    with pytest.raises(EvaluationError) as refused:
+        jagged.export(run, tmp_path / "items")
+    assert str(refused.value) == f"{run}: {NOT_FINITE}"
+
+
+@COMPILED
+def test_what_is_no_number_is_not_recommended(run: Path, package: Path) -> None:
+    served = Recommender.from_pretrained(run, package=package)
+    assert served._run is not None
+    assert served._run.package is not None
+    score = served._run.package._score
+    served._run.package._score = lambda **tensors: {**(found := score(**tensors)), "scores": found["scores"] * torch.nan}
+    with pytest.raises(EvaluationError) as refused:
+        served.recommend(["u1"], 2)
+    assert str(refused.value) == f"{run}: {NOT_FINITE}"
+
+
+def test_a_part_without_users_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = jagged.runs.run.Run.open(run, device="cpu")
+    whole = jagged.runs.run.Run.split
+
+    def without(self: Any, dataset: Any) -> Any:
+        split = whole(self, dataset)
+        nothing = torch.zeros(0, dtype=torch.int64)
+        return replace(split, valid=replace(split.valid, user=nothing, start=nothing, end=nothing, target=nothing))
+
+    monkeypatch.setattr(jagged.runs.run.Run, "split", without)
+    with pytest.raises(ConfigError) as refused:
+        packing.ItemPackage(opened, BEST, (1e-4, 1e-3))
+    assert str(refused.value) == f"{run}: its data hold no user for validation, on whom a package is compared"
+
+
+def test_long_histories_are_compared_some_at_a_time(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model's own length counts, whatever the data's is."""
+    made = packing.ItemPackage(jagged.runs.run.Run.open(run, device="cpu"), BEST, (1e-4, 1e-3))
+    asked: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(packing, "most_samples", lambda *given: asked.append(given) or 2)
+    assert len(made.batch(100)) == 2
+    assert asked == [(100, LENGTH, ITEMS)]
+    made.run.model.config["max_seq_len"] = 3
+    assert int(made.batch(100).features.lengths().max()) == 3
 
 
 def test_users_at_a_time() -> None:

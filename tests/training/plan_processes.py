@@ -214,7 +214,7 @@ def job(root: Path, processes: Processes) -> None:
         told["scores"] = scores["predicted_click"].to_pylist()
         told["evaluated"] = dict(ranker.evaluate(progress=False).metrics["click"])
         batch = RankingRun.open(directory, device="cpu").part("test").gather(range(5))
-        exported = export_scores(ranker._run.model, batch).module()(scoring_tensors(ranker._run.model, batch))
+        exported = export_scores(ranker._run.model, batch).module()(**scoring_tensors(ranker._run.model, batch))
         told["exported"] = exported["click"].sigmoid().tolist()
         told["direct"] = ranker._run.model.predict(batch)["click"].tolist()
         told["losses"] = [row["loss"] for row in outcome(directory)["history"]]

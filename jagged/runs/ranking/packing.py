@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from jagged import artifacts
+from jagged.config import ConfigError
 from jagged.data.table_batches import Batch
 from jagged.models import export_scores, name_of, scoring_tensors
 from jagged.models.tasks import REQUEST_LOSSES
+from jagged.runs.packages import most_samples
 from jagged.runs.ranking.run import RankingRun
 
 if TYPE_CHECKING:
@@ -28,17 +30,20 @@ class RequestPackage:
         tolerance: how far logits may be from the model's, absolute and relative.
 
     Raises:
-        ConfigError: the run holds no table.
+        ConfigError: the run holds no table, or no row of it for validation.
     """
 
     def __init__(self, run: RankingRun, tolerance: tuple[float, float]) -> None:
         self.run, self.part, self.tolerance = run, run.part("valid"), tolerance
+        if not len(self.part):
+            raise ConfigError(f"{run.directory}: its table holds no row for validation, on which a package is compared")
         self.name = name_of(run.model)
 
     def batch(self, count: int, max_history: int | None = None) -> Batch:
         """So many held-out requests, of a small part several times, with drawn candidates where the run drew some."""
         data = self.run.config.data
         drawing = data.drawing()
+        count = most_samples(count, data.max_history)
         places = np.arange(count) % (len(self.part.rows) if drawing else len(self.part))
         return self.part.gather(places, max_history=data.max_history if max_history is None else max_history, **drawing)
 
@@ -86,7 +91,7 @@ class RequestPackage:
             "kind": "scores",
             # A score orders the candidates of one request, and is no log-odds.
             "tasks": {task: "score" if model.losses[task] in REQUEST_LOSSES else "logit" for task in model.tasks},
-            "keys": {name: _keys(model, name) for name in dict.fromkeys(of.partition(".")[0] for of in tensors if "." in of)},
+            "keys": {name: _keys(model, name) for of in tensors if (name := of.removesuffix("_lengths")) != of},
             "columns": {name: of for name, of in columns.items() if name in tensors},
             # What stands for a missing number.
             "means": {name: of.mean for name, of in run.encoders.statistics.items()},

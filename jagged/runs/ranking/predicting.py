@@ -57,8 +57,8 @@ class Ranker:
         Args:
             directory: the run's.
             device: "auto" (the GPU where there is one), "cpu" or "cuda".
-            package: one that `jagged export` made of this run: it scores in the model's place, on the CPU, in smaller batches
-                where histories are long.
+            package: one that `jagged export` made of this run: `predict` and `recommend` score by it, on the CPU, in smaller
+                batches where histories are long; `evaluate` scores by the model.
 
         Raises:
             CheckpointError: the directory holds no ranking model, or a file of it is damaged.
