@@ -106,14 +106,15 @@ class ItemPackage:
 
     def described(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """What who calls the package needs to know of it."""
-        run = self.run
+        run, model = self.run, self.run.model
         had = run.train_counts().users_per_item
-        keys = {FEATURE: FEATURE, **({TIMES: None} if run.model.takes_times else {}), **{name: name for name in run.event_values}}
+        # In the order in which the program reads them.
+        keys = {FEATURE: FEATURE, **({TIMES: None} if model.takes_times else {}), **{name: name for name in model.event_features}}
         return {
             "kind": "items",
             "k": self.k,
             "keys": {"features": keys, "exclude": {FEATURE: FEATURE}},
-            "max_history": run.model.config["max_seq_len"],
+            "max_history": model.config["max_seq_len"],
             "times": run.time_unit,
             # Rows of the table, the item that most users had first.
             "popular": had.argsort(descending=True, stable=True)[:_POPULAR].tolist(),

@@ -308,6 +308,34 @@ def test_a_part_without_users_is_refused(run: Path, monkeypatch: pytest.MonkeyPa
     assert str(refused.value) == f"{run}: its data hold no user for validation, on whom a package is compared"
 
 
+def test_what_is_told_of_events_with_times_and_features(tmp_path: Path) -> None:
+    """Keys in the order in which the model reads them, with their tables, whose rows begin behind two of their own."""
+    rows = events().append_column("shop", pa.array([f"s{row % 3}" for row in range(len(events()))]))
+    rows = rows.append_column("device", pa.array([f"d{row % 2}" for row in range(len(events()))]))
+    config = TrainConfig(
+        output=str(tmp_path / "run"), model={"name": "hstu", "embedding_dim": 8, "num_layers": 1, "num_time_buckets": 4},
+        data={"max_seq_len": LENGTH, "duplicates": "keep", "event_columns": ["shop", "device"], "timestamp_column": "timestamp"},
+        training={"max_epochs": 1}, device="cpu",
+    )  # fmt: skip
+    jagged.train(config, rows, progress=False)
+    made = packing.ItemPackage(jagged.runs.run.Run.open(tmp_path / "run", device="cpu"), BEST, (1e-4, 1e-3))
+    batch = made.batch(4)
+    tensors = made.tensors(batch)
+    told = made.described(tensors)["keys"]
+    assert told["features"] == {"item_id": "item_id", "timestamp": None, "shop": "shop", "device": "device"}
+    assert list(told["features"]) == ["item_id", "timestamp", *made.run.model.event_features]
+    of_keys = tensors["features_values"].view(4, -1)
+    for values, key in zip(of_keys, told["features"], strict=True):
+        assert torch.equal(values, batch.features[key].values())
+    tables = made.tables(tmp_path)
+    assert {name: (of["rows"], of["first"]) for name, of in tables.items()} == {
+        "item_id": (ITEMS, 0), "shop": (5, 2), "device": (4, 2)
+    }  # fmt: skip
+    with pa.memory_map(str(tmp_path / tables["shop"]["ids"])) as file:
+        ids = pa.ipc.open_file(file).read_all().column(0).to_pylist()
+    assert ids == made.run.event_values["shop"].ids.to_pylist() == ["s0", "s1", "s2"]
+
+
 def test_long_histories_are_compared_some_at_a_time(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model's own length counts, whatever the data's is."""
     made = packing.ItemPackage(jagged.runs.run.Run.open(run, device="cpu"), BEST, (1e-4, 1e-3))
