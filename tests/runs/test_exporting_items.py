@@ -220,7 +220,7 @@ def test_a_package_that_finds_others_is_not_written(run: Path, tmp_path: Path, u
         r"Report it with the output of `jagged doctor`"
     )
     wrong: list[tuple[str, Any, str]] = [
-        # Scores that are too high, items in another order, one that is none, and one twice.
+        # Scores that are too high, items in another order, and one that is none.
         ("scores", lambda of: of + 0.5, told.format(r"0\.5")),
         ("items", lambda of: of.flip(1), told.format(r"\d\S*")),
         ("items", lambda of: of.masked_fill(torch.arange(BEST) == 1, -1), told.format("inf")),
