@@ -153,7 +153,7 @@ def test_programs_take_their_inputs_by_name() -> None:
     wanted = expected(model, features, exclude)
     with torch.no_grad():
         check(program(**dict(reversed(given.items()))), wanted)
-        with pytest.raises(Exception, match="exclude"):
+        with pytest.raises(ValueError, match=r"but expected .*'exclude_values', 'exclude_lengths'"):
             program(**{name: of for name, of in given.items() if not name.startswith("exclude")})
     strided = torch.stack([exclude.values(), exclude.values() + 1], 1)[:, 0]
     others = (
