@@ -15,6 +15,7 @@ from jagged.modules.embedding_sequences_sharding import ScheduledEmbeddingCollec
 from jagged.modules.group_sparse import GroupSparseHead
 from jagged.modules.heads import CutCrossEntropyHead, HeadOutput, SampledCrossEntropyHead
 from jagged.modules.held_updates import HeldUpdates
+from jagged.modules.history_cache import CachedBatch, HistoryCache
 from jagged.modules.hstu import HSTUBlock
 from jagged.modules.interaction import JaggedFeatureInteraction
 from jagged.modules.jagged_module import JaggedModule
@@ -45,11 +46,13 @@ from jagged.modules.transformer import JaggedTransformerBlock
 __all__ = [
     "CacheForecast",
     "CacheStatistics",
+    "CachedBatch",
     "CutCrossEntropyHead",
     "GroupSparseHead",
     "HSTUBlock",
     "HeadOutput",
     "HeldUpdates",
+    "HistoryCache",
     "InBatchSampler",
     "ItemMasking",
     "JaggedCrossAttention",

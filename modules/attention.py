@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from jagged.modules.history_cache import CachedKeys
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import check_samples, check_width, with_values
 from jagged.modules.linear import apply_layer
@@ -163,8 +164,26 @@ class JaggedSelfAttention(JaggedModule):
         draw_biases(self.relative_bias, self.time_bias)
         super().reset_parameters()
 
-    def forward(self, x: JaggedTensor, num_targets: int | Tensor | None = None, times: Tensor | None = None) -> JaggedTensor:
-        """Attend within each sample."""
+    def cached_shape(self) -> tuple[int, int]:
+        """Return how many heads the keys have that a `HistoryCache` keeps, and how wide they are.
+
+        Raises:
+            ValueError: earlier rows depend on later ones.
+        """
+        if not self.causal:
+            raise ValueError("causal=False: rows see the rows behind them")
+        if self.num_contextual:
+            raise ValueError(f"num_contextual={self.num_contextual}: contextual rows see the history, which changes")
+        return self.num_key_heads, self.qkv_projection.in_features // self.num_heads
+
+    def forward(
+        self,
+        x: JaggedTensor,
+        num_targets: int | Tensor | None = None,
+        times: Tensor | None = None,
+        cached: CachedKeys | None = None,
+    ) -> JaggedTensor:
+        """Attend within each sample, and to the `cached` rows before it."""
         values, offsets, heads = x.values(), x.offsets(), (self.num_heads, self.num_key_heads, self.num_key_heads)
         check_width("x", values, self.qkv_projection.in_features)
         check_times(times, self.time_bias)
@@ -172,14 +191,19 @@ class JaggedSelfAttention(JaggedModule):
         qkv = apply_layer(self.qkv_projection, values).unflatten(1, (sum(heads), -1))
         if self.rotary:
             qk, v = qkv.split((heads[0] + heads[1], heads[2]), 1)
-            q, k = rotate(qk, positions_with_targets(offsets, values.shape[0], num_targets)).split(heads[:2], 1)
+            positions = positions_with_targets(offsets, values.shape[0], num_targets) if cached is None else cached.positions
+            q, k = rotate(qk, positions).split(heads[:2], 1)
         else:
             q, k, v = qkv.split(heads, 1)
+        k_offsets = k_times = None
+        if cached is not None:
+            (k, v), k_offsets, k_times = cached.extended(k, v), cached.offsets, cached.times
         attended = jagged_attention(
             q,
             k,
             v,
             offsets,
+            k_offsets,
             causal=self.causal,
             window=self.window,
             num_targets=num_targets,
@@ -187,6 +211,7 @@ class JaggedSelfAttention(JaggedModule):
             relative_bias=self.relative_bias,
             time_bias=self.time_bias,
             q_times=times,
+            k_times=k_times,
             dropout_p=self.attention_dropout if self.training else 0.0,
         )
         return with_values(x, apply_layer(self.output_projection, attended.flatten(1)))

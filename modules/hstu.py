@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.attention import bias_parameters, check_times, draw_biases
+from jagged.modules.history_cache import CachedKeys
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import check_width, with_values
 from jagged.modules.layer_norm import LayerNorm
@@ -123,25 +124,48 @@ class HSTUBlock(JaggedModule):
         nn.init.zeros_(self.uvqk_projection.bias)
         nn.init.zeros_(self.output_projection.bias)
 
-    def forward(self, x: JaggedTensor, num_targets: int | Tensor | None = None, times: Tensor | None = None) -> JaggedTensor:
-        """Attend within each sample, and add what the gates let through."""
+    def cached_shape(self) -> tuple[int, int]:
+        """Return how many heads the keys have that a `HistoryCache` keeps, and how wide they are.
+
+        Raises:
+            ValueError: earlier rows depend on later ones.
+        """
+        if self.num_contextual:
+            raise ValueError(f"num_contextual={self.num_contextual}: contextual rows see the history, which changes")
+        if self.normalizer is None:
+            raise ValueError("normalizer=None: sums are divided by the number of rows, which changes; give it a number")
+        return self.num_heads, self.uvqk_projection.out_features // (4 * self.num_heads)
+
+    def forward(
+        self,
+        x: JaggedTensor,
+        num_targets: int | Tensor | None = None,
+        times: Tensor | None = None,
+        cached: CachedKeys | None = None,
+    ) -> JaggedTensor:
+        """Attend within each sample, and to the `cached` rows before it; add what the gates let through."""
         values = x.values()
         check_width("x", values, self.input_norm.normalized_shape[0])
         check_times(times, self.time_bias)
         projected = nn.functional.silu(apply_layer(self.uvqk_projection, self.input_norm(values)))
         # [sum L, H, head_dim] each: views of one tensor, which the kernels take as they stand.
         u, v, q, k = projected.unflatten(1, (4, self.num_heads, -1)).unbind(1)
+        k_offsets = k_times = None
+        if cached is not None:
+            (k, v), k_offsets, k_times = cached.extended(k, v), cached.offsets, cached.times
         attended = jagged_hstu_attention(
             q,
             k,
             v,
             x.offsets(),
+            k_offsets,
             window=self.window,
             num_targets=num_targets,
             num_contextual=self.num_contextual,
             relative_bias=self.relative_bias,
             time_bias=self.time_bias,
             times=times,
+            k_times=k_times,
             normalizer=self.normalizer,
         )
         gated = self.attention_norm(attended.flatten(1)) * u.flatten(1)

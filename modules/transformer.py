@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.attention import JaggedSelfAttention
+from jagged.modules.history_cache import CachedKeys
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import with_values
 from jagged.modules.layer_norm import LayerNorm
@@ -98,15 +99,25 @@ class JaggedTransformerBlock(JaggedModule):
         )
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: JaggedTensor, num_targets: int | Tensor | None = None, times: Tensor | None = None) -> JaggedTensor:
+    def cached_shape(self) -> tuple[int, int]:
+        """As of `JaggedSelfAttention`."""
+        return self.attention.cached_shape()
+
+    def forward(
+        self,
+        x: JaggedTensor,
+        num_targets: int | Tensor | None = None,
+        times: Tensor | None = None,
+        cached: CachedKeys | None = None,
+    ) -> JaggedTensor:
         """Attend, then transform each row."""
         values = x.values()
         if self.norm == "pre":
-            attended = self.attention(with_values(x, self.attention_norm(values)), num_targets, times)
+            attended = self.attention(with_values(x, self.attention_norm(values)), num_targets, times, cached)
             values = values + self.dropout(attended.values())
             values = self._transformed(values)
         else:
-            attended = self.attention(x, num_targets, times)
+            attended = self.attention(x, num_targets, times, cached)
             values = self.attention_norm(values + self.dropout(attended.values()))
             values = self._transformed(values)
         return with_values(x, values)

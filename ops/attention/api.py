@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from jagged.ops._shared.backends import resolve_backend
-from jagged.ops._shared.validation import check_number, check_offsets, check_same, check_tensor, holds
-from jagged.ops.attention.checks import Window, check_biases, check_mask, check_rows, positive_scale
+from jagged.ops._shared.validation import check_number, check_tensor
+from jagged.ops.attention.checks import Window, check_biases, check_both_offsets, check_mask, check_rows, positive_scale
 from jagged.ops.attention.spec import ATTENTION, Inputs, Options
 
 
@@ -170,12 +170,7 @@ def jagged_attention(
         >>> output.sum().backward()
     """
     check_rows(q, k, v, k_offsets)
-    check_offsets(q_offsets, q, "q_offsets", total=q.shape[0])
-    if k_offsets is not None:
-        check_offsets(k_offsets, q, "k_offsets", total=k.shape[0])
-        check_same("k_offsets", k_offsets, "q_offsets", q_offsets)
-        if not holds(k_offsets.shape[0] == q_offsets.shape[0]):
-            raise ValueError(f"k_offsets: expected {list(q_offsets.shape)} as q_offsets, got {list(k_offsets.shape)}")
+    check_both_offsets(q, k, "q_offsets", q_offsets, k_offsets)
     num_targets, mask = check_mask(q_offsets, causal, window, num_targets, num_contextual, global_prefix, windowed_context)
     chosen = resolve_backend(backend, q)
     bias_offsets = check_biases(
@@ -209,6 +204,7 @@ def jagged_hstu_attention(
     k: Tensor,
     v: Tensor,
     offsets: Tensor,
+    k_offsets: Tensor | None = None,
     *,
     causal: bool = True,
     window: Window | None = None,
@@ -219,26 +215,30 @@ def jagged_hstu_attention(
     relative_bias: Tensor | None = None,
     time_bias: Tensor | None = None,
     times: Tensor | None = None,
+    k_times: Tensor | None = None,
     bias: Tensor | None = None,
     scale: float | None = None,
     normalizer: float | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Add up the values of a sample's rows, each weighted by a SiLU of its score: `silu(q k^T * scale + biases) v / n`.
+    """Add up the values that a row sees, each weighted by a SiLU of its score: `silu(q k^T * scale + biases) v / n`.
 
     There is no softmax: a weight depends on its own query and key alone, so that an output grows with how often something was
     seen. Nothing is padded, and memory follows the rows. Scores, weights and sums are float32 (float64 for float64 inputs). A row
     that sees no key has output 0. Under `torch.autocast` q, k and v are cast to its dtype. Gradients are deterministic; second
     derivatives are refused with an error.
 
-    Masks and biases are those of `jagged_attention` for queries and keys of the same rows.
+    Masks and biases are those of `jagged_attention`. Queries and keys are the same rows, unless keys have offsets of their own:
+    then of a sample's keys the last are those of its queries, behind keys of rows that came before, as a cache keeps them.
 
     Args:
-        q: queries `[S, H, D]`, with `S = sum L`, H heads and a head width D of 1 to 256; float32, bfloat16, float16, and on CPU
-            float64. Strided tensors work; where the last dimension is contiguous the kernels read them in place.
-        k: keys `[S, Hkv, D]`, of the dtype and device of `q`. Hkv divides H: query head h reads key head `h // (H // Hkv)`.
-        v: values `[S, Hkv, D]`, of the dtype and device of `q`.
-        offsets: `[B + 1]`, int32 or int64, from 0; sample b owns the rows `offsets[b] .. offsets[b + 1] - 1`.
+        q: queries `[Sq, H, D]`, with `Sq = sum Lq`, H heads and a head width D of 1 to 256; float32, bfloat16, float16, and on
+            CPU float64. Strided tensors work; where the last dimension is contiguous the kernels read them in place.
+        k: keys `[Sk, Hkv, D]`, of the dtype and device of `q`. Hkv divides H: query head h reads key head `h // (H // Hkv)`.
+        v: values `[Sk, Hkv, D]`, of the dtype and device of `q`.
+        offsets: `[B + 1]`, int32 or int64, from 0; sample b owns the queries `offsets[b] .. offsets[b + 1] - 1`.
+        k_offsets: `[B + 1]`, of the dtype of `offsets`: each sample's keys and values; None for those of the queries. Query i of
+            Lq stands at position `i + Lk - Lq`.
         causal: hide the keys past a row's position.
         window: hide the keys `window` positions away or further, or a pair `(left, right)`; None hides none.
         num_targets: targets at each sample's end, which see the history and themselves alone: one number, or `[B]`, int32 or
@@ -248,17 +248,18 @@ def jagged_hstu_attention(
         windowed_context: with `num_contextual` and `window`, contextual keys all stand at position `num_contextual - 1` to it.
         relative_bias: `[H, 2 * M + 1]`, a number for every distance `-M .. M` of positions.
         time_bias: `[H, T]`, a number for every bucket of the time between two rows, two buckets an octave.
-        times: `[S]`, int32 or int64, the rows' times in any unit and any order; needed with `time_bias`. Within a sample they
-            may span 2^47 units.
-        bias: a number for every pair of a query and a key: dense `[B, H, L, L]`, beyond which it is 0, or jagged `[H, P]` with
-            `P = sum L^2`, as `pair_offsets(offsets)` lays it out.
+        times: `[Sq]`, int32 or int64, the queries' times in any unit and any order; needed with `time_bias`. Within a sample
+            they may span 2^47 units.
+        k_times: `[Sk]`, int32 or int64, the keys' times; None, where `k_offsets` is None, for those of the queries.
+        bias: a number for every pair of a query and a key: dense `[B, H, Lq, Lk]`, beyond which it is 0, or jagged `[H, P]` with
+            `P = sum Lq * Lk`, as `pair_offsets(offsets, k_offsets)` lays it out.
         scale: factor of the scores; None takes `1 / sqrt(D)`.
-        normalizer: n, above 0, such as the longest length of all batches; None takes each sample's own number of rows.
+        normalizer: n, above 0, such as the longest length of all batches; None takes each sample's own number of keys.
         backend: `"torch"` or `"triton"` to force one; None takes Triton for CUDA tensors. The PyTorch implementation reads the
             lengths on the host, which for CUDA tensors is a synchronisation; there it is an aid to debugging.
 
     Returns:
-        `[S, H, D]`, contiguous, in the dtype of the inputs.
+        `[Sq, H, D]`, contiguous, in the dtype of the inputs.
 
     Raises:
         TypeError: a dtype that is not supported, or dtypes that differ.
@@ -277,18 +278,26 @@ def jagged_hstu_attention(
         >>> times = torch.tensor([100, 3700, 20, 80, 90_000])
         >>> jagged_hstu_attention(q, k, v, offsets, time_bias=torch.zeros(2, 32), times=times).shape
         torch.Size([5, 2, 16])
+
+        The last row of each sample alone, to the keys of all its rows:
+
+        >>> last = torch.tensor([1, 4])
+        >>> jagged_hstu_attention(q[last], k, v, torch.tensor([0, 1, 1, 2]), offsets).shape
+        torch.Size([2, 2, 16])
     """
-    check_rows(q, k, v, None)
-    check_offsets(offsets, q, total=q.shape[0])
+    check_rows(q, k, v, k_offsets)
+    check_both_offsets(q, k, "offsets", offsets, k_offsets)
     num_targets, mask = check_mask(offsets, causal, window, num_targets, num_contextual, global_prefix, windowed_context)
     if normalizer is not None and not normalizer > 0:
-        raise ValueError(f"normalizer: expected above 0, got {normalizer}; use None for each sample's own number of rows")
+        raise ValueError(f"normalizer: expected above 0, got {normalizer}; use None for each sample's own number of keys")
     chosen = resolve_backend(backend, q)
-    bias_offsets = check_biases(q, k, offsets, None, relative_bias, time_bias, {"times": times}, bias, chosen)
+    bias_offsets = check_biases(
+        q, k, offsets, k_offsets, relative_bias, time_bias, {"times": times, "k_times": k_times}, bias, chosen
+    )
     q, factor = positive_scale(q, scale)
     x = Inputs(
-        q, k, v, offsets, None, num_targets, relative_bias, time_bias, _in_64_bits(times), bias=bias,
-        bias_offsets=bias_offsets,
+        q, k, v, offsets, k_offsets, num_targets, relative_bias, time_bias, _in_64_bits(times), _in_64_bits(k_times), bias,
+        bias_offsets,
     )  # fmt: skip
     normalizer = 0.0 if normalizer is None else float(normalizer)
     options = Options(**mask, scale=factor, softcap=0.0, dropout_p=0.0, pointwise=True, normalizer=normalizer)

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from jagged.ops._shared.offsets import scan_pairs
-from jagged.ops._shared.validation import FLOATS, check_device, check_factors, check_tensor, holds, validation_is_on
+from jagged.ops._shared.validation import (
+    FLOATS,
+    check_device,
+    check_factors,
+    check_offsets,
+    check_same,
+    check_tensor,
+    holds,
+    validation_is_on,
+)
 
 Window = int | tuple[int | None, int | None]
 
@@ -42,6 +51,17 @@ def check_rows(q: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor | None) -> Non
     for name, rows in (("q", total), ("k", key_total)):
         if not holds(rows <= MAX_ROWS):
             raise ValueError(f"{name}: expected at most {MAX_ROWS} rows, got {rows}; split the batch")
+
+
+def check_both_offsets(q: Tensor, k: Tensor, name: str, offsets: Tensor, k_offsets: Tensor | None) -> None:
+    """Check the queries' offsets, called `name`, and the keys' where they have their own."""
+    check_offsets(offsets, q, name, total=q.shape[0])
+    if k_offsets is None:
+        return
+    check_offsets(k_offsets, q, "k_offsets", total=k.shape[0])
+    check_same("k_offsets", k_offsets, name, offsets)
+    if not holds(k_offsets.shape[0] == offsets.shape[0]):
+        raise ValueError(f"k_offsets: expected {list(offsets.shape)} as {name}, got {list(k_offsets.shape)}")
 
 
 def check_mask(

@@ -26,17 +26,20 @@ ON_GPU = pytest.mark.gpu
 HEAD_DIMS = [7, 16] if PLACE.name == "interpret" else [1, 7, 16, 48, 64, 100, 128, 256]
 
 
-def functions(place: Place, batch: Jagged, names: list[str], **options: object) -> tuple[Callable[..., Tensor], ...]:
+def functions(
+    place: Place, batch: Jagged, names: list[str], keys: Jagged | None = None, **options: object
+) -> tuple[Callable[..., Tensor], ...]:
     """Return ours and the reference, as functions of q, k, v and the biases that are named."""
+    sides = batch.offsets, None if keys is None else keys.offsets
 
     def ours(q: Tensor, k: Tensor, v: Tensor, *biases: Tensor) -> Tensor:
         named = expanded(dict(zip(names, biases, strict=True)), batch)
         backend = place.backend if q.dtype != torch.float64 else "torch"
-        return jagged_hstu_attention(q, k, v, batch.offsets, backend=backend, **named, **options)  # type: ignore[arg-type]
+        return jagged_hstu_attention(q, k, v, *sides, backend=backend, **named, **options)  # type: ignore[arg-type]
 
     def reference(q: Tensor, k: Tensor, v: Tensor, *biases: Tensor) -> Tensor:
         named = expanded(dict(zip(names, biases, strict=True)), batch)
-        return padded_hstu_attention(q, k, v, batch.offsets, **named, **options)  # type: ignore[arg-type]
+        return padded_hstu_attention(q, k, v, *sides, **named, **options)  # type: ignore[arg-type]
 
     return ours, reference
 
@@ -50,10 +53,11 @@ def check(place: Place, batch: Jagged, inputs: list[Tensor], biases: dict[str, T
 def calls(
     draw: st.DrawFn, dtype: torch.dtype, bias_dtype: torch.dtype | None = None
 ) -> tuple[Case, dict[str, Tensor], dict[str, object]]:
-    """Return queries, keys and values of the same rows, biases, and all other options."""
-    case = with_more_heads(draw(cases(dtype, False, HEAD_DIMS, batches=SMALL_BATCHES)))
+    """Return queries, keys and values, of the same rows or of others, biases, and all other options."""
+    case = with_more_heads(draw(cases(dtype, None, HEAD_DIMS, batches=SMALL_BATCHES)))
     biases, others = draw(terms(case, bias_dtype))
-    others = {"times": others["q_times"]} if "q_times" in others else {}
+    names = {"q_times": "times", "k_times": "k_times"}
+    others = {names[name]: value for name, value in others.items() if name in names}
     return case, biases, {**case.options, **others, "normalizer": draw(st.sampled_from([None, 0.5, 100.0]))}
 
 
@@ -63,7 +67,7 @@ def calls(
 def test_three_way(place: Place, dtype: torch.dtype, data: st.DataObject) -> None:
     case, biases, options = data.draw(calls(dtype))
     wanted = data.draw(st.lists(st.booleans(), min_size=3 + len(biases), max_size=3 + len(biases)))
-    ours, reference = functions(place, case.queries, list(biases), **options)
+    ours, reference = functions(place, case.queries, list(biases), case.keys, **options)
     check_three_way(ours, reference, [*case.inputs(), *biases.values()], requires_grad=wanted)
 
 
@@ -73,7 +77,7 @@ def test_float64_in_chunks_of_any_size(place: Place, call: tuple[Case, dict[str,
     case, biases, options = call
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_impl, "_CHUNK_SCORES", chunk)
-        check_three_way(*functions(place, case.queries, list(biases), **options), [*case.inputs(), *biases.values()])
+        check_three_way(*functions(place, case.queries, list(biases), case.keys, **options), [*case.inputs(), *biases.values()])
 
 
 @pytest.mark.skipif(PLACE.name != "cpu", reason="float64 finite differences are the CPU's work")

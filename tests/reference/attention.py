@@ -212,6 +212,7 @@ def padded_hstu_attention(
     k: Tensor,
     v: Tensor,
     offsets: Tensor,
+    k_offsets: Tensor | None = None,
     *,
     causal: bool = True,
     window: int | tuple[int | None, int | None] | None = None,
@@ -222,16 +223,20 @@ def padded_hstu_attention(
     relative_bias: Tensor | None = None,
     time_bias: Tensor | None = None,
     times: Tensor | None = None,
+    k_times: Tensor | None = None,
     bias: Tensor | None = None,
     scale: float | None = None,
     normalizer: float | None = None,
 ) -> Tensor:
-    """`[S, H, D]`, twice `[S, Hkv, D]` -> `[S, H, D]`, through `[B, H, L, L]` scores."""
+    """`[Sq, H, D]`, twice `[Sk, Hkv, D]` -> `[Sq, H, D]`, through `[B, H, Lq, Lk]` scores."""
     lengths = offsets.diff()
+    k_lengths = lengths if k_offsets is None else k_offsets.diff()
     mask = {"causal": causal, "window": window, "num_targets": num_targets, "num_contextual": num_contextual}
     mask |= {"global_prefix": global_prefix, "windowed_context": windowed_context}
-    biases = {"relative_bias": relative_bias, "time_bias": time_bias, "q_times": times, "k_times": times, "bias": bias}
-    scores, visible, value = padded_scores(q, k, v, lengths, lengths, mask, biases, scale)
+    biases = {"relative_bias": relative_bias, "time_bias": time_bias, "q_times": times, "bias": bias}
+    biases |= {"k_times": times if k_times is None else k_times}
+    scores, visible, value = padded_scores(q, k, v, lengths, k_lengths, mask, biases, scale)
     weights = torch.nn.functional.silu(scores).masked_fill(~visible, 0)
-    sums = (weights.to(value.dtype) @ value) / (lengths.clamp(min=1)[:, None, None, None] if normalizer is None else normalizer)
+    divisor = k_lengths.clamp(min=1)[:, None, None, None] if normalizer is None else normalizer
+    sums = weights.to(value.dtype) @ value / divisor
     return rows_of(sums, lengths)

@@ -1,0 +1,496 @@
+"""Keys and values of users' earlier events, kept on the device, so that blocks compute new events and candidates alone."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from jagged.modules.jagged_tensor import check_samples, with_values
+from jagged.ops import jagged_concat, jagged_split, row_positions, sample_of_row
+
+_BYTES_OF_TIME = 8
+IntArray = npt.NDArray[np.int64]
+
+
+class CachedKeys(NamedTuple):
+    """Of one layer and a batch: where keys and values of earlier rows are, and where those of the batch's own belong.
+
+    Attributes:
+        pool: `[pages * page_rows, 2, Hkv, D]`, keys and values of all users.
+        rows: `[Sk]`, the row of `pool` of each key, whatever one where the key is the batch's own.
+        places: `[S]`, where among the keys each of the batch's rows stands.
+        kept: `[n]`, the batch's rows that are kept, and `slots` `[n]`, their rows of `pool`.
+        offsets: `[B + 1]`, each sample's keys.
+        positions: `[S]`, of the batch's rows among all of their sample's; all candidates stand right behind the history.
+        times: `[Sk]`, of the keys; None without.
+    """
+
+    pool: Tensor
+    rows: Tensor
+    places: Tensor
+    kept: Tensor
+    slots: Tensor
+    offsets: Tensor
+    positions: Tensor
+    times: Tensor | None
+
+    def extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all rows of the batch's samples, each `[Sk, Hkv, D]`, and keep the new ones.
+
+        Args:
+            k, v: of the batch's own rows, each `[S, Hkv, D]`.
+
+        Raises:
+            TypeError: they have another dtype than what is kept.
+        """
+        if k.dtype != self.pool.dtype:
+            raise TypeError(
+                f"dtype: the cache keeps {self.pool.dtype}, got keys of {k.dtype}; make the cache with dtype={k.dtype}"
+            )
+        own = torch.stack((k, v), 1)
+        found = self.pool.index_select(0, self.rows).index_copy_(0, self.places, own)
+        self.pool.index_copy_(0, self.slots, own.index_select(0, self.kept))
+        return found[:, 0], found[:, 1]
+
+
+@dataclass
+class _History:
+    """What is known of a user: the events whose rows are cached, and the pages that they are in."""
+
+    events: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    context: Hashable = None
+    pages: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class CachedBatch:
+    """Users' histories, and how much of them is cached; made by `HistoryCache.match`.
+
+    Attributes:
+        users: as given.
+        known: how many of each user's events are cached, int64 `[B]`, on the CPU.
+        offsets: `[B + 1]`, of the events that are not, on the CPU.
+        rows: their places among the values of all given events, int64 `[n]`, on the CPU.
+    """
+
+    users: list[Hashable]
+    known: Tensor
+    offsets: Tensor
+    rows: Tensor
+    contexts: list[Hashable]
+    events: list[IntArray]
+    weights: tuple[tuple[int, int], ...]
+
+
+class HistoryCache:
+    """Keys and values of users' events, layer by layer, so that scoring computes new events and candidates alone.
+
+    `match` compares users' histories with what is cached, event by event, and says which events are new. `encode` runs the
+    blocks over the new events and the candidates behind them: they attend to the cached events as well, and what comes out is
+    what the blocks make of them behind the whole history. New events are cached then. So a history may have grown, or have lost
+    its last events: what its beginning has in common with the cached one is used. One that lost its first events has nothing in
+    common, for every event saw those before it.
+
+    Rows lie in pages on the device, which are allocated at once. Where they run out, the pages of the users are given away who
+    were encoded longest ago. Everything is given up where a weight of the model was written since, which PyTorch counts.
+
+    It is for scoring: gradients are not recorded, and blocks in training are refused. One thread uses it at a time.
+
+    Args:
+        blocks: `HSTUBlock`, `JaggedTransformerBlock` or `JaggedSelfAttention`, run one after the other. What an event becomes may
+            not depend on later ones: refused are blocks that are not causal or have contextual rows, and HSTU without a
+            `normalizer`. Of what stands before them `PositionalEncoding` is to be left out, as it counts from the end, which
+            moves with each event; `rotary`, `max_distance` and `num_time_buckets` go by what is between two rows.
+        max_bytes: for keys, values and times on the device.
+        page_rows: events of a page. A user has whole pages, so half of one is lost on average.
+        model: the module that makes events' rows and has the blocks, whose weights are watched; None for the blocks alone. Not
+            seen are writes that PyTorch does not count, through `.data` and by FBGEMM's updates in the backward pass: call
+            `clear` after them.
+        dtype: of keys and values; None for that of the blocks' weights. Under autocast it is autocast's.
+
+    Attributes:
+        bytes: that are allocated, at most `max_bytes`.
+        num_pages: of all users.
+
+    Raises:
+        ValueError: no block, one that cannot be cached, or less than a page's bytes.
+
+    Example:
+        >>> import torch
+        >>> from torchrec.sparse.jagged_tensor import JaggedTensor
+        >>> from jagged.modules import HistoryCache, HSTUBlock
+        >>> items = torch.nn.Embedding(100, 32)
+        >>> blocks = torch.nn.ModuleList(HSTUBlock(32, 4, max_distance=50, normalizer=50) for _ in range(2)).eval()
+        >>> cache = HistoryCache(blocks, max_bytes=2**20)
+        >>> history = JaggedTensor(torch.tensor([5, 8, 1, 9, 9]), offsets=torch.tensor([0, 3, 5]))
+        >>> candidates = items(torch.randint(100, (2, 10)))
+        >>> batch = cache.match(["ann", "bob"], history)
+        >>> events, ranked = cache.encode(batch, items(history.values()[batch.rows]), candidates)
+        >>> events.shape, ranked.shape
+        (torch.Size([5, 32]), torch.Size([2, 10, 32]))
+
+        One event later only that is computed, and the candidates:
+
+        >>> history = JaggedTensor(torch.tensor([5, 8, 1, 7, 9, 9]), offsets=torch.tensor([0, 4, 6]))
+        >>> batch = cache.match(["ann", "bob"], history)
+        >>> batch.known, batch.rows
+        (tensor([3, 2]), tensor([3]))
+    """
+
+    def __init__(
+        self,
+        blocks: Iterable[nn.Module],
+        *,
+        max_bytes: int,
+        page_rows: int = 64,
+        model: nn.Module | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.blocks = list(blocks)
+        if not self.blocks:
+            raise ValueError("blocks: expected one or more, got none")
+        if page_rows < 1:
+            raise ValueError(f"page_rows: expected 1 or more, got {page_rows}")
+        shapes = [_cached_shape(block, place) for place, block in enumerate(self.blocks)]
+        weight = next(chain.from_iterable(block.parameters() for block in self.blocks))
+        dtype = weight.dtype if dtype is None else dtype
+        page_bytes = page_rows * (sum(2 * heads * width * dtype.itemsize for heads, width in shapes) + _BYTES_OF_TIME)
+        self.page_rows, self.num_pages = page_rows, max_bytes // page_bytes
+        if not self.num_pages:
+            raise ValueError(f"max_bytes: expected {page_bytes:,} or more, a page of {page_rows} rows, got {max_bytes:,}")
+        self.bytes = self.num_pages * page_bytes
+        self._watched = self.blocks if model is None else [model, *self.blocks]
+        self._weights = _weights_of(self._watched)
+        rows = self.num_pages * page_rows
+        # Tensors of inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            self._pools = [torch.empty(rows, 2, *shape, dtype=dtype, device=weight.device) for shape in shapes]
+            self._times = torch.empty(rows, dtype=torch.int64, device=weight.device)
+        self._histories: OrderedDict[Hashable, _History] = OrderedDict()
+        self._free = list(range(self.num_pages))
+
+    def __len__(self) -> int:
+        """Return how many users have events in the cache."""
+        return len(self._histories)
+
+    def __contains__(self, user: object) -> bool:
+        """Tell whether events of a user are cached."""
+        return user in self._histories
+
+    def clear(self) -> None:
+        """Give up all users' pages."""
+        self.discard(list(self._histories))
+
+    def discard(self, users: Iterable[Hashable]) -> None:
+        """Give up the pages of some users; those who have none are passed over."""
+        for user in users:
+            history = self._histories.pop(user, None)
+            if history is not None:
+                self._free += history.pages
+
+    def match(
+        self,
+        users: Sequence[Hashable],
+        events: JaggedTensor,
+        contexts: Sequence[Hashable] | None = None,
+        *,
+        least_new: int = 0,
+    ) -> CachedBatch:
+        """Find which events of users' whole histories are cached, as long as they are the same from the first one on.
+
+        Args:
+            users: one for each sample, each once.
+            events: JaggedTensor of integers `[sum L]`, or `[sum L, F]` where an event is told by several: all that makes its row,
+                such as item, action and time. Compared on the CPU; from another device they are copied, which waits for it.
+            contexts: what else events' rows are made of, for each sample, such as a tuple of the user's features; a user whose
+                context is another one now has nothing cached. None for nothing.
+            least_new: so many of each history's last events count as new, where their own hidden states are wanted.
+
+        Raises:
+            ValueError: as many users or contexts as there are samples are expected, and each user once; events that are no
+                integers.
+        """
+        users = list(users)
+        values, offsets = events.values().cpu(), events.offsets().cpu().to(torch.int64)
+        check_samples("users", len(users), "events", offsets.shape[0] - 1, "give one for each")
+        if len(set(users)) < len(users):
+            twice = next(user for user in users if users.count(user) > 1)
+            raise ValueError(f"users: expected each once, got {twice!r} twice; join the candidates of one user's requests")
+        contexts = [None] * len(users) if contexts is None else list(contexts)
+        check_samples("contexts", len(contexts), "users", len(users), "give one for each user", "contexts")
+        if values.dtype.is_floating_point or values.dtype.is_complex or values.dim() not in (1, 2):
+            raise ValueError(f"events: expected integers [sum L] or [sum L, F], got {values.dtype} {list(values.shape)}")
+        if least_new < 0:
+            raise ValueError(f"least_new: expected 0 or more, got {least_new}")
+        weights = _weights_of(self._watched)
+        if weights != self._weights:
+            self.clear()
+            self._weights = weights
+        found = values.to(torch.int64).numpy()
+        bounds = offsets.tolist()
+        # Copies: the caller may write into what he gave.
+        of_users = [found[first:last].copy() for first, last in pairwise(bounds)]
+        histories = [self._histories.get(user) for user in users]
+        known = [
+            0
+            if history is None or history.context != context
+            else min(_in_common(history.events, all_events), max(len(all_events) - least_new, 0))
+            for history, context, all_events in zip(histories, contexts, of_users, strict=True)
+        ]
+        known_events = torch.tensor(known, dtype=torch.int64)
+        new = offsets.diff() - known_events
+        new_offsets = torch.cat((new.new_zeros(1), new.cumsum(0)))
+        total = int(new_offsets[-1])
+        rows = row_positions(new_offsets, total) + (offsets[:-1] + known_events)[sample_of_row(new_offsets, total)]
+        return CachedBatch(users, known_events, new_offsets, rows, contexts, of_users, weights)
+
+    @torch.no_grad()
+    def encode(
+        self,
+        batch: CachedBatch,
+        events: Tensor,
+        candidates: JaggedTensor | Tensor | None = None,
+        *,
+        times: Tensor | None = None,
+        candidate_times: Tensor | None = None,
+    ) -> tuple[Tensor, JaggedTensor | Tensor | None]:
+        """Run the blocks over new events and candidates, and cache the events.
+
+        Args:
+            batch: of `match`.
+            events: rows `[n, D]` of the events that are not cached, those of `batch.rows`, on the blocks' device.
+            candidates: JaggedTensor with values `[S, D]` over the samples, or `[B, m, D]`: each sees its user's history and
+                itself. None for none.
+            times: int32 or int64 `[n]`, of the events, where blocks have time buckets; else None.
+            candidate_times: `[S]`, or `[B, m]`, likewise.
+
+        Returns:
+            what the new events become, `[n, D]`, and what the candidates become, in the form of `candidates`.
+
+        Raises:
+            ValueError: a batch that no longer fits, as weights or the users' cached events have changed since `match`; rows,
+                candidates or times of another number; more events than all pages hold; a block in training.
+            TypeError: keys of another dtype than `dtype`.
+        """
+        training = [place for place, block in enumerate(self.blocks) if block.training]
+        if training:
+            raise ValueError(f"blocks: expected them in evaluation, got block {training[0]} in training; call model.eval()")
+        self._check_current(batch)
+        num_new = int(batch.offsets[-1])
+        check_samples("events", events.shape[0], "batch", num_new, "give the rows of batch.rows", "rows")
+        own = _Own.of(events, candidates, times, candidate_times, len(batch.users))
+        table = self._seat(batch)
+        known, new_offsets, pages = _on_device((batch.known, batch.offsets, table), events.device)
+        values, offsets, targets, when = own.joined(new_offsets)
+        layout = self._layout(
+            known, new_offsets, pages, offsets, targets, when, (num_new, values.shape[0], int(batch.known.sum()))
+        )
+        x = JaggedTensor(values=values, offsets=offsets)
+        for block, pool in zip(self.blocks, self._pools, strict=True):
+            x = block(x, targets, when, layout._replace(pool=pool))
+        # Only now it is true that they are there.
+        for user, all_events in zip(batch.users, batch.events, strict=True):
+            self._histories[user].events = all_events
+            self._histories.move_to_end(user)
+        self.discard([user for user, all_events in zip(batch.users, batch.events, strict=True) if not len(all_events)])
+        return own.split(x.values(), new_offsets)
+
+    def _check_current(self, batch: CachedBatch) -> None:
+        if not batch.weights == self._weights == _weights_of(self._watched):
+            raise ValueError("batch: weights were written since it was matched; match its users again")
+        for place, (user, known) in enumerate(zip(batch.users, batch.known.tolist(), strict=True)):
+            history = self._histories.get(user)
+            if known and (
+                history is None
+                or history.context != batch.contexts[place]
+                or _in_common(history.events, batch.events[place]) < known
+            ):
+                raise ValueError(
+                    f"batch: cached events of user {user!r} have changed since it was matched; match its users again"
+                )
+
+    def _seat(self, batch: CachedBatch) -> Tensor:
+        """Give each user of a batch the pages that its history takes, and return them, `[B, most]`."""
+        needs = [-(-len(of_user) // self.page_rows) for of_user in batch.events]
+        if sum(needs) > self.num_pages:
+            raise ValueError(
+                f"batch: expected histories of at most {self.num_pages} pages of {self.page_rows} rows, got {sum(needs)}; encode "
+                "fewer users, or give the cache more bytes"
+            )
+        histories = []
+        for place, (user, need) in enumerate(zip(batch.users, needs, strict=True)):
+            history = self._histories.setdefault(user, _History())
+            # If something fails before all is computed, this much is there.
+            history.events, history.context = batch.events[place][: int(batch.known[place])], batch.contexts[place]
+            self._free += history.pages[need:]
+            del history.pages[need:]
+            histories.append(history)
+        missing = sum(needs) - sum(len(history.pages) for history in histories)
+        here = set(batch.users)
+        for user in [user for user in self._histories if user not in here]:
+            if missing <= len(self._free):
+                break
+            self.discard([user])
+        # A page at least, where there are no events to be found.
+        table = torch.zeros(len(needs), max(needs, default=0) or 1, dtype=torch.int64)
+        for place, (history, need) in enumerate(zip(histories, needs, strict=True)):
+            while len(history.pages) < need:
+                history.pages.append(self._free.pop())
+            table[place, :need] = torch.tensor(history.pages, dtype=torch.int64)
+        return table
+
+    def _layout(
+        self,
+        known: Tensor,
+        new_offsets: Tensor,
+        pages: Tensor,
+        offsets: Tensor,
+        targets: Tensor | None,
+        times: Tensor | None,
+        totals: tuple[int, int, int],
+    ) -> CachedKeys:
+        """Return where a batch's keys are and belong, in the first layer; the times of its new events are kept.
+
+        Args:
+            known: of each user, `[B]`; new_offsets: of new events, `[B + 1]`; pages: of each user, `[B, most]`.
+            offsets: of new events and candidates; targets: how many are candidates, `[B]`; times: of both.
+            totals: how many new events, rows of the batch, and cached rows of its users there are.
+        """
+        num_new, num_rows, num_known = totals
+        sample, new_sample = sample_of_row(offsets, num_rows), sample_of_row(new_offsets, num_new)
+        places, new_places = row_positions(offsets, num_rows) + known[sample], row_positions(new_offsets, num_new)
+        k_offsets = offsets + nn.functional.pad(known.cumsum(0), (1, 0))
+        rows = self._rows(pages, sample_of_row(k_offsets, num_known + num_rows), row_positions(k_offsets, num_known + num_rows))
+        kept = offsets[new_sample] + new_places
+        slots = self._rows(pages, new_sample, known[new_sample] + new_places)
+        among_keys = k_offsets[sample] + places
+        if targets is not None:
+            places = places.minimum((known + new_offsets.diff())[sample])
+        k_times = None
+        if times is not None:
+            k_times = self._times.index_select(0, rows).index_copy_(0, among_keys, times)
+            self._times.index_copy_(0, slots, times.index_select(0, kept))
+        return CachedKeys(self._pools[0], rows, among_keys, kept, slots, k_offsets, places, k_times)
+
+    def _rows(self, pages: Tensor, samples: Tensor, places: Tensor) -> Tensor:
+        """Return rows of the pools. Places of candidates may lie beyond their user's last page, and have any."""
+        page = (places // self.page_rows).clamp(max=pages.shape[1] - 1)
+        return pages[samples, page] * self.page_rows + places % self.page_rows
+
+
+class _Own(NamedTuple):
+    """A batch's own rows: new events `[n, D]` and candidates, and the times of both."""
+
+    events: Tensor
+    candidates: JaggedTensor | Tensor | None
+    times: Tensor | None
+    candidate_times: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        events: Tensor,
+        candidates: JaggedTensor | Tensor | None,
+        times: Tensor | None,
+        candidate_times: Tensor | None,
+        num_samples: int,
+    ) -> _Own:
+        """Return them, checked."""
+        if candidates is not None:
+            found = candidates.shape[0] if isinstance(candidates, Tensor) else candidates.offsets().shape[0] - 1
+            check_samples("candidates", found, "batch", num_samples, "some may have none")
+        wanted = {
+            "times": (times, events.shape[:1], True),
+            "candidate_times": (candidate_times, _shape_of(candidates), candidates is not None),
+        }
+        for name, (given, shape, has_rows) in wanted.items():
+            if (given is not None) != (times is not None and has_rows):
+                raise ValueError(f"{name}: expected times of new events and of candidates, or none of both; only one is given")
+            if given is not None and given.shape != shape:
+                raise ValueError(f"{name}: expected {list(shape)}, one for each row, got {list(given.shape)}")
+        return cls(events, candidates, times, candidate_times)
+
+    def joined(self, new_offsets: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Return rows, offsets, how many rows of each sample are candidates, and times."""
+        when = None if self.times is None else self.times.to(torch.int64)
+        if self.candidates is None:
+            return self.events, new_offsets, None, when
+        if isinstance(self.candidates, Tensor):
+            rows, of_candidates = self.candidates, None
+        else:
+            rows, of_candidates = self.candidates.values(), self.candidates.offsets().to(torch.int64)
+        sides = [new_offsets, of_candidates]
+        values, offsets = jagged_concat([self.events, rows], sides)
+        if when is not None:
+            assert self.candidate_times is not None
+            when, _ = jagged_concat([when, self.candidate_times.to(torch.int64)], sides)
+        return values, offsets, offsets.diff() - new_offsets.diff(), when
+
+    def split(self, rows: Tensor, new_offsets: Tensor) -> tuple[Tensor, JaggedTensor | Tensor | None]:
+        """Return what has become of the events, and of the candidates in the form in which they were given."""
+        if self.candidates is None:
+            return rows, None
+        if isinstance(self.candidates, Tensor):
+            events, ranked = jagged_split(rows, [new_offsets, self.candidates.shape[1]], [self.events.shape[0]])
+            return events, ranked
+        totals = [self.events.shape[0], self.candidates.values().shape[0]]
+        events, ranked = jagged_split(rows, [new_offsets, self.candidates.offsets().to(torch.int64)], totals)
+        return events, with_values(self.candidates, ranked)
+
+
+def _shape_of(candidates: JaggedTensor | Tensor | None) -> torch.Size:
+    """The shape of a number for each candidate."""
+    if candidates is None:
+        return torch.Size([0])
+    return candidates.shape[:-1] if isinstance(candidates, Tensor) else candidates.values().shape[:1]
+
+
+def _cached_shape(block: nn.Module, place: int) -> tuple[int, int]:
+    found: Any = getattr(block, "cached_shape", None)
+    if found is None:
+        raise ValueError(
+            "blocks: expected HSTUBlock, JaggedTransformerBlock or JaggedSelfAttention, got a "
+            f"{type(block).__name__} as block {place}"
+        )
+    try:
+        return cast("tuple[int, int]", found())
+    except ValueError as error:
+        raise ValueError(f"blocks: block {place} cannot be cached: {error}") from None
+
+
+def _weights_of(modules: Sequence[nn.Module]) -> tuple[tuple[int, int], ...]:
+    """Where weights are, and how often each was written."""
+    tensors = [tensor for module in modules for tensor in chain(module.parameters(), module.buffers())]
+    if any(tensor.is_inference() for tensor in tensors):
+        raise ValueError(
+            "model: got weights of inference mode, whose writes PyTorch does not count; make the model outside of inference_mode"
+        )
+    return tuple((tensor.data_ptr(), tensor._version) for tensor in tensors)
+
+
+def _in_common(one: IntArray, other: IntArray) -> int:
+    """How many events two histories have in common from the first on."""
+    if one.shape[1:] != other.shape[1:]:
+        return 0
+    shorter = min(len(one), len(other))
+    differ = one[:shorter] != other[:shorter]
+    differ = differ.any(1) if differ.ndim == 2 else differ
+    return int(differ.argmax()) if differ.any() else shorter
+
+
+def _on_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copy int64 tensors to a device at once."""
+    together = torch.cat([tensor.flatten() for tensor in tensors])
+    if device.type == "cuda":
+        together = together.pin_memory()
+    parts = together.to(device, non_blocking=True).split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

@@ -1,0 +1,416 @@
+"""Blocks over cached histories give what they give over whole ones, whatever happened to the histories before."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from jagged.modules import CachedBatch, HistoryCache, HSTUBlock, JaggedMLP, JaggedSelfAttention, JaggedTransformerBlock
+from tests.places import PLACE, Place
+
+pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend")
+
+DIM, ITEMS = 12, 20
+DTYPE = torch.float32 if PLACE.name == "gpu" else torch.float64
+MAKE: dict[str, Callable[[], nn.Module]] = {
+    "hstu": lambda: HSTUBlock(DIM, 3, max_distance=4, num_time_buckets=9, normalizer=10),
+    "hstu with a window": lambda: HSTUBlock(DIM, 2, head_dim=5, window=4, normalizer=3, dropout=0.5),
+    "transformer": lambda: JaggedTransformerBlock(DIM, 4, num_key_heads=2, rotary=True, num_time_buckets=5, dropout=0.5),
+    "transformer with a window": lambda: JaggedTransformerBlock(DIM, 2, norm="post", window=(3, 0), max_distance=2),
+    "attention": lambda: JaggedSelfAttention(DIM, 3, rotary=True, attention_dropout=0.5),
+}
+
+
+def raises(kind: type[Exception], message: str) -> Any:
+    return pytest.raises(kind, match=f"^{re.escape(message)}$")
+
+
+def blocks_of(name: str, layers: int = 2) -> nn.ModuleList:
+    """Blocks whose scores are large, so that no key is lost among the others."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(MAKE[name]() for _ in range(layers)).to(PLACE.device, DTYPE).eval()
+    with torch.no_grad():
+        for key, weight in blocks.named_parameters():
+            if "projection.weight" in key:
+                weight *= 3
+            elif "_bias" in key:
+                weight *= 50
+    return blocks
+
+
+def has_times(blocks: nn.ModuleList) -> bool:
+    return any(name.endswith("time_bias") for name, _ in blocks.named_parameters())
+
+
+class Rows(nn.Module):
+    """What stands before the blocks: a row for each item, and a time for each event."""
+
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.items = nn.Embedding(ITEMS, DIM, device=PLACE.device, dtype=DTYPE)
+        self.blocks = blocks
+        self.has_times = has_times(blocks)
+
+    def times(self, events: Tensor) -> Tensor:
+        """Any number by item; the second column where there is one."""
+        return (events if events.dim() == 1 else events[:, 1]).to(PLACE.device) * 7 % 90
+
+    def rows(self, events: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.items((events if events.dim() == 1 else events[:, 0]).to(PLACE.device))
+
+
+def jagged(samples: list[list[int]], dtype: torch.dtype = torch.int64) -> JaggedTensor:
+    lengths = torch.tensor([len(sample) for sample in samples], dtype=dtype)
+    values = torch.tensor([event for sample in samples for event in sample], dtype=torch.int64)
+    return JaggedTensor(values=values, offsets=torch.cat((lengths.new_zeros(1), lengths.cumsum(0).to(dtype))))
+
+
+def whole(model: Rows, histories: list[list[int]], candidates: list[list[int]]) -> tuple[list[Tensor], list[Tensor]]:
+    """What blocks make of each user's events and candidates without a cache, one user after the other."""
+    events, ranked = [], []
+    for history, of_user in zip(histories, candidates, strict=True):
+        ids = torch.tensor([*history, *of_user], dtype=torch.int64)
+        x = JaggedTensor(values=model.rows(ids), offsets=torch.tensor([0, len(ids)], device=PLACE.device))
+        for block in model.blocks:
+            with torch.no_grad():
+                x = block(x, len(of_user), model.times(ids) if model.has_times else None)
+        events.append(x.values()[: len(history)])
+        ranked.append(x.values()[len(history) :])
+    return events, ranked
+
+
+def encode(
+    cache: HistoryCache, model: Rows, batch: CachedBatch, events: JaggedTensor, candidates: JaggedTensor | Tensor | None
+) -> tuple[Tensor, Any]:
+    new, ids = events.values()[batch.rows], None
+    rows: Any = None
+    if isinstance(candidates, Tensor):
+        ids, rows = candidates, model.rows(candidates.flatten()).view(*candidates.shape, DIM)
+    elif candidates is not None:
+        ids = candidates.values()
+        rows = JaggedTensor(values=model.rows(ids), offsets=candidates.offsets().to(PLACE.device))
+    of_events = model.times(new) if model.has_times else None
+    of_candidates = model.times(ids.flatten()).view(ids.shape) if model.has_times and ids is not None else None
+    return cache.encode(batch, model.rows(new), rows, times=of_events, candidate_times=of_candidates)
+
+
+def check(
+    cache: HistoryCache,
+    model: Rows,
+    users: list[Any],
+    histories: list[list[int]],
+    candidates: list[list[int]],
+    form: str = "jagged",
+    contexts: list[Any] | None = None,
+    least_new: int = 0,
+) -> list[int]:
+    """Compare with blocks over whole histories; return how many events were cached."""
+    events = jagged(histories)
+    batch = cache.match(users, events, contexts, least_new=least_new)
+    known = batch.known.tolist()
+    given: JaggedTensor | Tensor | None = jagged(candidates, torch.int32 if form == "int32" else torch.int64)
+    if form == "dense":
+        given = torch.tensor(candidates, dtype=torch.int64).view(len(users), len(candidates[0]) if users else 3)
+    elif form == "none":
+        given, candidates = None, [[] for _ in users]
+    new, ranked = encode(cache, model, batch, events, given)
+    all_events, all_ranked = whole(model, histories, candidates)
+    expected = torch.cat(
+        [model.rows(torch.zeros(0, dtype=torch.int64)), *(of[n:] for of, n in zip(all_events, known, strict=True))]
+    )
+    torch.testing.assert_close(new, expected)
+    if form == "none":
+        assert ranked is None
+        return known
+    found = ranked.flatten(0, 1) if form == "dense" else ranked.values()
+    torch.testing.assert_close(found, torch.cat([found[:0], *all_ranked]))
+    return known
+
+
+@st.composite
+def changed(draw: st.DrawFn, history: list[int]) -> list[int]:
+    """A history after something has happened: more events, fewer at one end, or another one among them."""
+    more = draw(st.lists(st.integers(0, ITEMS - 1), max_size=6))
+    match draw(st.sampled_from(["more", "more", "more", "shorter", "front", "other"])):
+        case "shorter":
+            history = history[: draw(st.integers(0, len(history)))]
+        case "front":
+            history = history[draw(st.integers(0, len(history))) :]
+        case "other" if history:
+            place = draw(st.integers(0, len(history) - 1))
+            history = [*history[:place], draw(st.integers(0, ITEMS - 1)), *history[place + 1 :]]
+    return [*history, *more]
+
+
+def in_common(one: list[int], other: list[int]) -> int:
+    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+@settings(max_examples=40)
+@given(st.data(), st.sampled_from(list(MAKE)), st.integers(1, 5), st.booleans())
+def test_it_is_what_whole_histories_give(place: Place, data: st.DataObject, name: str, page_rows: int, is_small: bool) -> None:
+    model = Rows(blocks_of(name))
+    enough = 10_000 // page_rows
+    one_page = HistoryCache(model.blocks, max_bytes=10**6, page_rows=page_rows)
+    cache = HistoryCache(
+        model.blocks,
+        max_bytes=one_page.bytes // one_page.num_pages * (30 if is_small else enough),
+        page_rows=page_rows,
+        model=model,
+    )
+    kept: dict[int, tuple[list[int], Any]] = {}
+    for _ in range(data.draw(st.integers(1, 4))):
+        users = data.draw(st.lists(st.integers(0, 4), unique=True, max_size=2 if is_small else 4))
+        histories = [data.draw(changed(kept.get(user, ([], None))[0])) for user in users]
+        histories = [history[:15] for history in histories]
+        contexts = [data.draw(st.sampled_from(["a", "a", "a", "b"])) for _ in users]
+        form = data.draw(st.sampled_from(["jagged", "int32", "dense", "none"]))
+        most = data.draw(st.integers(0, 4))
+        fewest = most if form == "dense" else 0
+        ids = st.lists(st.integers(0, ITEMS - 1), min_size=fewest, max_size=most)
+        candidates = [data.draw(ids) for _ in users]
+        least_new = data.draw(st.sampled_from([0, 0, 1, 3]))
+        known = check(cache, model, users, histories, candidates, form, contexts, least_new)
+        for user, history, context, found in zip(users, histories, contexts, known, strict=True):
+            before, former = kept.get(user, ([], None))
+            expected = min(in_common(before, history), max(len(history) - least_new, 0)) if former == context else 0
+            # Pages may have been given away; then nothing is there.
+            assert found == expected or (is_small and found == 0)
+            kept[user] = history, context
+
+
+def test_pages_go_to_those_who_come(place: Place) -> None:
+    """Of four pages of two rows: who was encoded longest ago loses his."""
+    model = Rows(blocks_of("hstu"))
+    a_page = HistoryCache(model.blocks, max_bytes=10**6, page_rows=2)
+    cache = HistoryCache(model.blocks, max_bytes=4 * a_page.bytes // a_page.num_pages, page_rows=2)
+    assert (cache.num_pages, len(cache)) == (4, 0)
+    assert check(cache, model, ["a", "b"], [[1, 2, 3], [4]], [[5], []]) == [0, 0]
+    assert check(cache, model, ["a"], [[1, 2, 3]], [[6, 7]]) == [3]
+    assert check(cache, model, ["c"], [[8, 9]], [[1]]) == [0]
+    assert [user in cache for user in "abc"] == [True, True, True]
+    assert check(cache, model, ["d"], [[8, 9]], [[1]]) == [0]
+    assert [user in cache for user in "abcd"] == [True, False, True, True]
+    assert check(cache, model, ["a", "d", "c"], [[1, 2, 3, 3], [8], [8]], [[6, 7]] * 3) == [3, 1, 1]
+    # Five pages' worth in one batch are refused, and nothing is lost.
+    batch = cache.match(["a", "e"], jagged([[1, 2, 3, 3], [1, 2, 3, 4, 5]]))
+    says = "batch: expected histories of at most 4 pages of 2 rows, got 5; encode fewer users, or give the cache more bytes"
+    with raises(ValueError, says):
+        encode(cache, model, batch, jagged([[1, 2, 3, 3], [1, 2, 3, 4, 5]]), None)
+    assert check(cache, model, ["a", "d", "c"], [[1, 2, 3, 3], [8], [8]], [[6, 7]] * 3) == [4, 1, 1]
+    cache.discard(["a", "nobody"])
+    assert ("a" in cache, len(cache)) == (False, 2)
+    cache.clear()
+    assert (len(cache), check(cache, model, ["d"], [[8]], [[1]])) == (0, [0])
+
+
+def test_events_of_several_columns(place: Place) -> None:
+    """Items are the same, and times are not."""
+    model = Rows(blocks_of("hstu"))
+    cache = HistoryCache(model.blocks, max_bytes=10**6)
+    for times, known in (([1, 2, 3], 0), ([1, 2, 3], 3), ([1, 5, 3], 1)):
+        values = torch.stack((torch.tensor([4, 4, 4]), torch.tensor(times)), 1)
+        events = JaggedTensor(values=values, offsets=torch.tensor([0, 3]))
+        batch = cache.match(["a"], events)
+        assert batch.known.tolist() == [known]
+        new, _ = encode(cache, model, batch, events, None)
+        x = JaggedTensor(values=model.rows(values), offsets=torch.tensor([0, 3], device=place.device))
+        with torch.no_grad():
+            for block in model.blocks:
+                x = block(x, None, model.times(values))
+        torch.testing.assert_close(new, x.values()[known:])
+    # Told by items alone they are other events.
+    assert cache.match(["a"], jagged([[4, 4, 4]])).known.tolist() == [0]
+
+
+def test_a_batch_is_encoded_again_with_other_candidates(place: Place) -> None:
+    model = Rows(blocks_of("transformer"))
+    cache = HistoryCache(model.blocks, max_bytes=10**6)
+    check(cache, model, ["a", "b"], [[1, 2], [3]], [[], []])
+    histories = [[1, 2, 4], [3, 5, 6]]
+    batch = cache.match(["a", "b"], jagged(histories))
+    for candidates in ([[1], [2, 3]], [[7, 8], []]):
+        new, ranked = encode(cache, model, batch, jagged(histories), jagged(candidates))
+        events, expected = whole(model, histories, candidates)
+        torch.testing.assert_close(new, torch.cat([events[0][2:], events[1][1:]]))
+        torch.testing.assert_close(ranked.values(), torch.cat(expected))
+        assert ranked.offsets().tolist() == jagged(candidates).offsets().tolist()
+
+
+@pytest.mark.parametrize("write", ["step", "load", "table", "swap"])
+def test_weights_that_are_written_empty_it(place: Place, write: str) -> None:
+    model = Rows(blocks_of("hstu"))
+    cache = HistoryCache(model.blocks, max_bytes=10**6, model=model)
+    check(cache, model, ["a"], [[1, 2]], [[3]])
+    batch = cache.match(["a"], jagged([[1, 2, 4]]))
+    assert batch.known.tolist() == [2]
+    match write:
+        case "step":
+            optimizer = torch.optim.SGD(model.blocks.parameters(), 0.1)
+            x = JaggedTensor(values=model.rows(torch.tensor([1, 2])), offsets=torch.tensor([0, 2], device=place.device))
+            model.blocks[0](x, None, model.times(torch.tensor([1, 2]))).values().sum().backward()
+            optimizer.step()
+        case "load":
+            model.blocks.load_state_dict({name: 2 * weight for name, weight in model.blocks.state_dict().items()})
+        case "table":
+            with torch.no_grad():
+                model.items.weight[3] += 1
+        case "swap":
+            model.blocks[1].output_projection.weight = nn.Parameter(torch.ones_like(model.blocks[1].output_projection.weight))
+    with raises(ValueError, "batch: weights were written since it was matched; match its users again"):
+        encode(cache, model, batch, jagged([[1, 2, 4]]), None)
+    assert check(cache, model, ["a"], [[1, 2, 4]], [[3]]) == [0]
+
+
+def test_what_changed_between_is_matched_again(place: Place) -> None:
+    model = Rows(blocks_of("hstu"))
+    cache = HistoryCache(model.blocks, max_bytes=10**6)
+    check(cache, model, ["a"], [[1, 2, 3]], [[3]])
+    says = "batch: cached events of user 'a' have changed since it was matched; match its users again"
+    for between in (lambda: cache.discard(["a"]), lambda: check(cache, model, ["a"], [[1, 7]], [[3]])):
+        check(cache, model, ["a"], [[1, 2, 3]], [[3]])
+        batch = cache.match(["a"], jagged([[1, 2, 3, 4]]))
+        between()
+        with raises(ValueError, says):
+            encode(cache, model, batch, jagged([[1, 2, 3, 4]]), None)
+    # Longer than it was, it still begins as it did.
+    check(cache, model, ["a"], [[1, 2, 3]], [[3]])
+    batch = cache.match(["a"], jagged([[1, 2, 3, 4]]))
+    check(cache, model, ["a"], [[1, 2, 3, 9]], [[3]])
+    new, _ = encode(cache, model, batch, jagged([[1, 2, 3, 4]]), None)
+    torch.testing.assert_close(new, whole(model, [[1, 2, 3, 4]], [[]])[0][0][3:])
+
+
+def test_what_failed_is_not_there(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer's keys are written, the second fails; a history that had been cut back is as short as its beginning."""
+    model = Rows(blocks_of("hstu"))
+    cache = HistoryCache(model.blocks, max_bytes=10**6, page_rows=2)
+    check(cache, model, ["a"], [[1, 2, 3, 4]], [[]])
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.blocks[1], "forward", fail)
+        batch = cache.match(["a", "b"], jagged([[1, 2, 9, 9, 9], [5]]))
+        with pytest.raises(RuntimeError, match="no memory"):
+            encode(cache, model, batch, jagged([[1, 2, 9, 9, 9], [5]]), None)
+    assert check(cache, model, ["a", "b"], [[1, 2, 9, 9, 9], [5]], [[1], [2]]) == [2, 0]
+
+
+def test_under_autocast(place: Place) -> None:
+    """Keys have autocast's dtype, which the cache is made with; whole histories in sixteen bits are as far from exact ones."""
+    model = Rows(blocks_of("transformer").float()).float()
+    cache = HistoryCache(model.blocks, max_bytes=10**6, dtype=torch.bfloat16)
+    histories = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+    batch = cache.match("abc", jagged([history[:-1] for history in histories]))
+    with torch.autocast(place.device.type, torch.bfloat16):
+        encode(cache, model, batch, jagged([history[:-1] for history in histories]), None)
+        batch = cache.match("abc", jagged(histories))
+        assert batch.known.tolist() == [2, 0, 4]
+        _, ranked = encode(cache, model, batch, jagged(histories), jagged([[1, 2], [], [3]]))
+        expected = torch.cat(whole(model, histories, [[1, 2], [], [3]])[1])
+    exact = torch.cat(whole(model, histories, [[1, 2], [], [3]])[1])
+    assert (ranked.values() - exact).abs().max() <= 2 * (expected - exact).abs().max()
+    cache = HistoryCache(model.blocks, max_bytes=10**6)
+    batch = cache.match("a", jagged([[1]]))
+    says = "dtype: the cache keeps torch.float32, got keys of torch.bfloat16; make the cache with dtype=torch.bfloat16"
+    with torch.autocast(place.device.type, torch.bfloat16), raises(TypeError, says):
+        encode(cache, model, batch, jagged([[1]]), None)
+
+
+def test_it_is_for_scoring(place: Place) -> None:
+    model = Rows(blocks_of("hstu"))
+    with torch.inference_mode():
+        cache = HistoryCache(model.blocks, max_bytes=10**6)
+        check(cache, model, ["a"], [[1, 2]], [[3]])
+    batch = cache.match(["a"], jagged([[1, 2, 3]]))
+    new, _ = cache.encode(
+        batch, model.items(torch.tensor([3], device=place.device)), times=torch.tensor([21], device=place.device)
+    )
+    assert not new.requires_grad
+    model.blocks[1].train()
+    batch = cache.match(["a"], jagged([[1, 2, 3]]))
+    with raises(ValueError, "blocks: expected them in evaluation, got block 1 in training; call model.eval()"):
+        encode(cache, model, batch, jagged([[1, 2, 3]]), None)
+
+
+REFUSED = {
+    "block 1 cannot be cached: num_contextual=2: contextual rows see the history, which changes": lambda: [
+        HSTUBlock(DIM, 2, normalizer=3),
+        HSTUBlock(DIM, 2, num_contextual=2, normalizer=3),
+    ],
+    (
+        "block 0 cannot be cached: normalizer=None: sums are divided by the number of rows, which changes; give it a number"
+    ): lambda: [HSTUBlock(DIM, 2)],
+    "block 0 cannot be cached: causal=False: rows see the rows behind them": lambda: [JaggedSelfAttention(DIM, 2, causal=False)],
+    "block 0 cannot be cached: num_contextual=1: contextual rows see the history, which changes": lambda: [
+        JaggedTransformerBlock(DIM, 2, num_contextual=1)
+    ],
+    "expected HSTUBlock, JaggedTransformerBlock or JaggedSelfAttention, got a JaggedMLP as block 0": lambda: [
+        JaggedMLP(DIM, [DIM])
+    ],
+    "expected one or more, got none": list,
+}
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_blocks_that_cannot_be_cached(place: Place, says: str) -> None:
+    with raises(ValueError, f"blocks: {says}"):
+        HistoryCache(REFUSED[says](), max_bytes=10**6)
+
+
+def test_refusals(place: Place) -> None:
+    model = Rows(blocks_of("hstu"))
+    least = f"{64 * (2 * 2 * DIM * DTYPE.itemsize + 8):,}"
+    with raises(ValueError, f"max_bytes: expected {least} or more, a page of 64 rows, got 100"):
+        HistoryCache(model.blocks, max_bytes=100)
+    with raises(ValueError, "page_rows: expected 1 or more, got 0"):
+        HistoryCache(model.blocks, max_bytes=100, page_rows=0)
+    with torch.inference_mode():
+        inner = blocks_of("hstu")
+    says = "model: got weights of inference mode, whose writes PyTorch does not count; make the model outside of inference_mode"
+    with raises(ValueError, says):
+        HistoryCache(inner, max_bytes=10**6)
+
+    cache = HistoryCache(model.blocks, max_bytes=10**6)
+    one = jagged([[1, 2]])
+    with raises(ValueError, "users: expected 1 samples, as many as events has, got 2; give one for each"):
+        cache.match(["a", "b"], one)
+    with raises(ValueError, "users: expected each once, got 'a' twice; join the candidates of one user's requests"):
+        cache.match(["a", "a"], jagged([[1], [2]]))
+    with raises(ValueError, "contexts: expected 1 contexts, as many as users has, got 2; give one for each user"):
+        cache.match(["a"], one, ["x", "y"])
+    with raises(ValueError, "least_new: expected 0 or more, got -1"):
+        cache.match(["a"], one, least_new=-1)
+    with raises(ValueError, "events: expected integers [sum L] or [sum L, F], got torch.float32 [2]"):
+        cache.match(["a"], JaggedTensor(values=torch.rand(2), offsets=torch.tensor([0, 2])))
+
+    batch, rows, times = cache.match(["a"], one), model.rows(one.values()), model.times(one.values())
+    with raises(ValueError, "events: expected 2 rows, as many as batch has, got 1; give the rows of batch.rows"):
+        cache.encode(batch, rows[:1], times=times)
+    with raises(ValueError, "candidates: expected 1 samples, as many as batch has, got 3; some may have none"):
+        cache.encode(batch, rows, rows[None].expand(3, -1, -1), times=times)
+    only = "expected times of new events and of candidates, or none of both; only one is given"
+    with raises(ValueError, f"candidate_times: {only}"):
+        cache.encode(batch, rows, rows[None], times=times)
+    with raises(ValueError, f"candidate_times: {only}"):
+        cache.encode(batch, rows, times=times, candidate_times=times)
+    with raises(ValueError, "times: expected [2], one for each row, got [1]"):
+        cache.encode(batch, rows, times=times[:1])
+    with raises(ValueError, "candidate_times: expected [1, 2], one for each row, got [2]"):
+        cache.encode(batch, rows, rows[None], times=times, candidate_times=times)
+    says = "times: expected [sum L], int32 or int64, one for each row, got None; the module was built with num_time_buckets=9"
+    with raises(ValueError, says):
+        cache.encode(batch, rows)
+    assert check(cache, model, ["a"], [[1, 2]], [[3]]) == [0]
