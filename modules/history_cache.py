@@ -88,7 +88,8 @@ class CachedBatch:
     rows: Tensor
     contexts: list[Hashable]
     events: list[IntArray]
-    weights: tuple[tuple[int, int], ...]
+    cached: list[IntArray | None]
+    writes: int
 
 
 class HistoryCache:
@@ -169,7 +170,7 @@ class HistoryCache:
             raise ValueError(f"max_bytes: expected {page_bytes:,} or more, a page of {page_rows} rows, got {max_bytes:,}")
         self.bytes = self.num_pages * page_bytes
         self._watched = self.blocks if model is None else [model, *self.blocks]
-        self._weights = _weights_of(self._watched)
+        self._weights, self._writes = _weights_of(self._watched), 0
         rows = self.num_pages * page_rows
         # Tensors of inference mode could not be written outside of it.
         with torch.inference_mode(False):
@@ -220,7 +221,7 @@ class HistoryCache:
                 integers.
         """
         users = list(users)
-        values, offsets = events.values().cpu(), events.offsets().cpu().to(torch.int64)
+        values, offsets = events.values().detach().cpu(), events.offsets().cpu()
         check_samples("users", len(users), "events", offsets.shape[0] - 1, "give one for each")
         if len(set(users)) < len(users):
             twice = next(user for user in users if users.count(user) > 1)
@@ -231,27 +232,21 @@ class HistoryCache:
             raise ValueError(f"events: expected integers [sum L] or [sum L, F], got {values.dtype} {list(values.shape)}")
         if least_new < 0:
             raise ValueError(f"least_new: expected 0 or more, got {least_new}")
-        weights = _weights_of(self._watched)
-        if weights != self._weights:
-            self.clear()
-            self._weights = weights
-        found = values.to(torch.int64).numpy()
-        bounds = offsets.tolist()
+        self._look_at_weights()
+        found, bounds = values.numpy().astype(np.int64, copy=False), offsets.numpy().astype(np.int64, copy=False)
         # Copies: the caller may write into what he gave.
-        of_users = [found[first:last].copy() for first, last in pairwise(bounds)]
-        histories = [self._histories.get(user) for user in users]
-        known = [
-            0
-            if history is None or history.context != context
-            else min(_in_common(history.events, all_events), max(len(all_events) - least_new, 0))
-            for history, context, all_events in zip(histories, contexts, of_users, strict=True)
-        ]
-        known_events = torch.tensor(known, dtype=torch.int64)
-        new = offsets.diff() - known_events
-        new_offsets = torch.cat((new.new_zeros(1), new.cumsum(0)))
-        total = int(new_offsets[-1])
-        rows = row_positions(new_offsets, total) + (offsets[:-1] + known_events)[sample_of_row(new_offsets, total)]
-        return CachedBatch(users, known_events, new_offsets, rows, contexts, of_users, weights)
+        all_events = [found[first:last].copy() for first, last in pairwise(bounds.tolist())]
+        cached, known = [], np.zeros(len(users), dtype=np.int64)
+        for place, (user, context, of_user) in enumerate(zip(users, contexts, all_events, strict=True)):
+            history = self._histories.get(user)
+            cached.append(None if history is None else history.events)
+            if history is not None and history.context == context:
+                known[place] = min(_in_common(history.events, of_user), max(len(of_user) - least_new, 0))
+        new = np.diff(bounds) - known
+        new_offsets = np.concatenate(([0], new.cumsum()))
+        rows = np.arange(new_offsets[-1]) + np.repeat(bounds[:-1] + known - new_offsets[:-1], new)
+        known_events, offsets, places = (torch.from_numpy(numbers) for numbers in (known, new_offsets, rows))
+        return CachedBatch(users, known_events, offsets, places, contexts, all_events, cached, self._writes)
 
     @torch.no_grad()
     def encode(
@@ -304,12 +299,26 @@ class HistoryCache:
         self.discard([user for user, all_events in zip(batch.users, batch.events, strict=True) if not len(all_events)])
         return own.split(x.values(), new_offsets)
 
+    def _look_at_weights(self) -> None:
+        """Give everything up if a weight is another tensor than it was, or was written since."""
+        now = _weights_of(self._watched)
+        if len(now) != len(self._weights) or any(
+            one is not other or written != before for (one, *written), (other, *before) in zip(now, self._weights, strict=True)
+        ):
+            self.clear()
+            self._weights = now
+            self._writes += 1
+
     def _check_current(self, batch: CachedBatch) -> None:
-        if not batch.weights == self._weights == _weights_of(self._watched):
+        self._look_at_weights()
+        if batch.writes != self._writes:
             raise ValueError("batch: weights were written since it was matched; match its users again")
         for place, (user, known) in enumerate(zip(batch.users, batch.known.tolist(), strict=True)):
             history = self._histories.get(user)
-            if known and (
+            # Arrays of events are never written, only replaced, and a context with them.
+            if not known or (history is not None and history.events is batch.cached[place]):
+                continue
+            if (
                 history is None
                 or history.context != batch.contexts[place]
                 or _in_common(history.events, batch.events[place]) < known
@@ -327,26 +336,26 @@ class HistoryCache:
                 "fewer users, or give the cache more bytes"
             )
         histories = []
-        for place, (user, need) in enumerate(zip(batch.users, needs, strict=True)):
+        for place, (user, need, known) in enumerate(zip(batch.users, needs, batch.known.tolist(), strict=True)):
             history = self._histories.setdefault(user, _History())
             # If something fails before all is computed, this much is there.
-            history.events, history.context = batch.events[place][: int(batch.known[place])], batch.contexts[place]
+            history.events, history.context = batch.events[place][:known], batch.contexts[place]
             self._free += history.pages[need:]
             del history.pages[need:]
             histories.append(history)
         missing = sum(needs) - sum(len(history.pages) for history in histories)
         here = set(batch.users)
-        for user in [user for user in self._histories if user not in here]:
+        for user in [] if missing <= len(self._free) else [user for user in self._histories if user not in here]:
             if missing <= len(self._free):
                 break
             self.discard([user])
         # A page at least, where there are no events to be found.
-        table = torch.zeros(len(needs), max(needs, default=0) or 1, dtype=torch.int64)
+        table = np.zeros((len(needs), max(needs, default=0) or 1), dtype=np.int64)
         for place, (history, need) in enumerate(zip(histories, needs, strict=True)):
             while len(history.pages) < need:
                 history.pages.append(self._free.pop())
-            table[place, :need] = torch.tensor(history.pages, dtype=torch.int64)
-        return table
+            table[place, :need] = history.pages
+        return torch.from_numpy(table)
 
     def _layout(
         self,
@@ -467,14 +476,14 @@ def _cached_shape(block: nn.Module, place: int) -> tuple[int, int]:
         raise ValueError(f"blocks: block {place} cannot be cached: {error}") from None
 
 
-def _weights_of(modules: Sequence[nn.Module]) -> tuple[tuple[int, int], ...]:
-    """Where weights are, and how often each was written."""
+def _weights_of(modules: Sequence[nn.Module]) -> list[tuple[Tensor, int, int]]:
+    """Weights, where they are, and how often each was written."""
     tensors = [tensor for module in modules for tensor in chain(module.parameters(), module.buffers())]
     if any(tensor.is_inference() for tensor in tensors):
         raise ValueError(
             "model: got weights of inference mode, whose writes PyTorch does not count; make the model outside of inference_mode"
         )
-    return tuple((tensor.data_ptr(), tensor._version) for tensor in tensors)
+    return [(tensor, tensor.data_ptr(), tensor._version) for tensor in tensors]
 
 
 def _in_common(one: IntArray, other: IntArray) -> int:
@@ -484,7 +493,9 @@ def _in_common(one: IntArray, other: IntArray) -> int:
     shorter = min(len(one), len(other))
     differ = one[:shorter] != other[:shorter]
     differ = differ.any(1) if differ.ndim == 2 else differ
-    return int(differ.argmax()) if differ.any() else shorter
+    # Of no events there is no first one that differs.
+    place = int(differ.argmax()) if shorter else 0
+    return place if shorter and differ[place] else shorter
 
 
 def _on_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
