@@ -60,8 +60,9 @@ def blocks_of(size: Size, layers: int, device: str) -> nn.ModuleList:
 
 def cache_of(blocks: nn.ModuleList, users: int, events: int, dtype: torch.dtype) -> HistoryCache:
     """With room for so many users' events."""
-    of_row = sum(2 * heads * width for heads, width in (block.cached_shape() for block in blocks)) * dtype.itemsize + 8
-    return HistoryCache(blocks, max_bytes=users * (events + 64) * of_row, dtype=dtype)
+    shapes: list[Any] = [block.cached_shape() for block in blocks]  # type: ignore[operator]
+    of_row = sum(2 * shape.heads * shape.width for shape in shapes) * dtype.itemsize + 8
+    return HistoryCache(blocks, model=None, max_bytes=users * (events + 64) * of_row, dtype=dtype)
 
 
 def same(users: int, events: int, device: str) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jagged.modules.history_cache import CachedKeys
+from jagged.modules.history_cache import CachedKeys, CachedShape
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import check_samples, check_width, with_values
 from jagged.modules.linear import apply_layer
@@ -164,8 +164,8 @@ class JaggedSelfAttention(JaggedModule):
         draw_biases(self.relative_bias, self.time_bias)
         super().reset_parameters()
 
-    def cached_shape(self) -> tuple[int, int]:
-        """Return how many heads the keys have that a `HistoryCache` keeps, and how wide they are.
+    def cached_shape(self) -> CachedShape:
+        """Return what keys a `HistoryCache` keeps for the module.
 
         Raises:
             ValueError: earlier rows depend on later ones.
@@ -174,7 +174,9 @@ class JaggedSelfAttention(JaggedModule):
             raise ValueError("causal=False: rows see the rows behind them")
         if self.num_contextual:
             raise ValueError(f"num_contextual={self.num_contextual}: contextual rows see the history, which changes")
-        return self.num_key_heads, self.qkv_projection.in_features // self.num_heads
+        weight = self.qkv_projection.weight
+        width = self.qkv_projection.in_features // self.num_heads
+        return CachedShape(self.num_key_heads, width, weight.dtype, weight.device, self.time_bias is not None)
 
     def forward(
         self,

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import chain, pairwise, zip_longest
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.jagged_tensor import check_samples, with_values
-from jagged.ops import jagged_concat, jagged_split, row_positions, sample_of_row
+from jagged.ops import jagged_concat, jagged_split, row_positions, sample_of_row, validate_offsets
 
 _BYTES_OF_TIME = 8
 IntArray = npt.NDArray[np.int64]
@@ -58,8 +63,19 @@ class CachedKeys(NamedTuple):
             )
         own = torch.stack((k, v), 1)
         found = self.pool.index_select(0, self.rows).index_copy_(0, self.places, own)
-        self.pool.index_copy_(0, self.slots, own.index_select(0, self.kept))
+        # Without history of autograd, where somebody calls a block with gradients.
+        self.pool.index_copy_(0, self.slots, own.detach().index_select(0, self.kept))
         return found[:, 0], found[:, 1]
+
+
+class CachedShape(NamedTuple):
+    """Of a block: heads, width, dtype and device of the keys that `HistoryCache` keeps, and whether it takes times of rows."""
+
+    heads: int
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+    takes_times: bool
 
 
 @dataclass
@@ -86,6 +102,7 @@ class CachedBatch:
     known: Tensor
     offsets: Tensor
     rows: Tensor
+    cache: HistoryCache
     contexts: list[Hashable]
     events: list[IntArray]
     cached: list[IntArray | None]
@@ -102,20 +119,23 @@ class HistoryCache:
     common, for every event saw those before it.
 
     Rows lie in pages on the device, which are allocated at once. Where they run out, the pages of the users are given away who
-    were encoded longest ago. Everything is given up where a weight of the model was written since, which PyTorch counts.
+    were encoded longest ago. Everything is given up where a weight of the model was written since, or an option of a block.
 
-    It is for scoring: gradients are not recorded, and blocks in training are refused. One thread uses it at a time.
+    It is for scoring: gradients are not recorded, and blocks in training are refused. Threads wait for one another. A copy, by
+    `copy.deepcopy` or pickle, is empty.
 
     Args:
-        blocks: `HSTUBlock`, `JaggedTransformerBlock` or `JaggedSelfAttention`, run one after the other. What an event becomes may
-            not depend on later ones: refused are blocks that are not causal or have contextual rows, and HSTU without a
-            `normalizer`. Of what stands before them `PositionalEncoding` is to be left out, as it counts from the end, which
-            moves with each event; `rotary`, `max_distance` and `num_time_buckets` go by what is between two rows.
+        blocks: `HSTUBlock`, `JaggedTransformerBlock` or `JaggedSelfAttention`, run one after the other; best the model's own
+            `nn.ModuleList`. What an event becomes may not depend on later ones: refused are blocks that are not causal or have
+            contextual rows, and HSTU without a `normalizer`. Of what stands before them `PositionalEncoding` is to be left out,
+            as it counts from the end, which moves with each event; `rotary`, `max_distance` and `num_time_buckets` go by what is
+            between two rows.
+        model: the module that makes events' rows and has the blocks; all its weights are watched. None where rows are made of no
+            weights: then those of the blocks are. A write is seen where PyTorch counts it, and after a step of an optimizer of
+            PyTorch. Not seen are writes through `.data`, steps that are replayed by CUDA graphs, updates in backward passes
+            without a step beside them, and hooks and adapters: call `clear` after them.
         max_bytes: for keys, values and times on the device.
         page_rows: events of a page. A user has whole pages, so half of one is lost on average.
-        model: the module that makes events' rows and has the blocks, whose weights are watched; None for the blocks alone. Not
-            seen are writes that PyTorch does not count, through `.data` and by FBGEMM's updates in the backward pass: call
-            `clear` after them.
         dtype: of keys and values; None for that of the blocks' weights. Under autocast it is autocast's.
 
     Attributes:
@@ -123,7 +143,9 @@ class HistoryCache:
         num_pages: of all users.
 
     Raises:
-        ValueError: no block, one that cannot be cached, or less than a page's bytes.
+        ValueError: no block, one that cannot be cached, on the device "meta" or another one than the first; less than a page's
+            bytes; weights of inference mode.
+        TypeError: blocks that are none, bytes or rows that are no integers, a dtype that is not a floating one.
 
     Example:
         >>> import torch
@@ -131,7 +153,7 @@ class HistoryCache:
         >>> from jagged.modules import HistoryCache, HSTUBlock
         >>> items = torch.nn.Embedding(100, 32)
         >>> blocks = torch.nn.ModuleList(HSTUBlock(32, 4, max_distance=50, normalizer=50) for _ in range(2)).eval()
-        >>> cache = HistoryCache(blocks, max_bytes=2**20)
+        >>> cache = HistoryCache(blocks, model=torch.nn.ModuleList([items, blocks]), max_bytes=2**20)
         >>> history = JaggedTensor(torch.tensor([5, 8, 1, 9, 9]), offsets=torch.tensor([0, 3, 5]))
         >>> candidates = items(torch.randint(100, (2, 10)))
         >>> batch = cache.match(["ann", "bob"], history)
@@ -151,56 +173,82 @@ class HistoryCache:
         self,
         blocks: Iterable[nn.Module],
         *,
+        model: nn.Module | None,
         max_bytes: int,
         page_rows: int = 64,
-        model: nn.Module | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.blocks = list(blocks)
+        if isinstance(blocks, nn.Module) and not isinstance(blocks, (nn.ModuleList, nn.Sequential)):
+            raise TypeError(f"blocks: expected several, got a {type(blocks).__name__}; put it in a list")
+        self._given = blocks if isinstance(blocks, (nn.ModuleList, nn.Sequential)) else list(blocks)
+        self.blocks = list(self._given)
         if not self.blocks:
             raise ValueError("blocks: expected one or more, got none")
+        for name, number in (("max_bytes", max_bytes), ("page_rows", page_rows)):
+            if not isinstance(number, int):
+                raise TypeError(f"{name}: expected an integer, got {number!r}")
         if page_rows < 1:
             raise ValueError(f"page_rows: expected 1 or more, got {page_rows}")
-        shapes = [_cached_shape(block, place) for place, block in enumerate(self.blocks)]
-        weight = next(chain.from_iterable(block.parameters() for block in self.blocks))
-        dtype = weight.dtype if dtype is None else dtype
-        page_bytes = page_rows * (sum(2 * heads * width * dtype.itemsize for heads, width in shapes) + _BYTES_OF_TIME)
-        self.page_rows, self.num_pages = page_rows, max_bytes // page_bytes
-        if not self.num_pages:
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype: expected a floating torch.dtype or None, got {dtype!r}")
+        self.model, self.max_bytes, self.page_rows, self.dtype = model, max_bytes, page_rows, dtype
+        self._shapes = [_cached_shape(block, place) for place, block in enumerate(self.blocks)]
+        self._device = self._shapes[0].device
+        if self._device.type == "meta" or any(shape.device != self._device for shape in self._shapes):
+            found = sorted({str(shape.device) for shape in self._shapes})
+            raise ValueError(f"blocks: expected one device that has memory, got {', '.join(found)}; move the model first")
+        dtypes = [shape.dtype if dtype is None else dtype for shape in self._shapes]
+        widths = [2 * shape.heads * shape.width * of.itemsize for shape, of in zip(self._shapes, dtypes, strict=True)]
+        page_bytes = page_rows * (sum(widths) + _BYTES_OF_TIME)
+        self.num_pages = max_bytes // page_bytes
+        if self.num_pages < 1:
             raise ValueError(f"max_bytes: expected {page_bytes:,} or more, a page of {page_rows} rows, got {max_bytes:,}")
         self.bytes = self.num_pages * page_bytes
         self._watched = self.blocks if model is None else [model, *self.blocks]
-        self._weights, self._writes = _weights_of(self._watched), 0
+        _count_steps()
+        self._seen, self._writes = self._looked(), 0
         rows = self.num_pages * page_rows
         # Tensors of inference mode could not be written outside of it.
         with torch.inference_mode(False):
-            self._pools = [torch.empty(rows, 2, *shape, dtype=dtype, device=weight.device) for shape in shapes]
-            self._times = torch.empty(rows, dtype=torch.int64, device=weight.device)
+            self._pools = [
+                torch.empty(rows, 2, shape.heads, shape.width, dtype=of, device=self._device)
+                for shape, of in zip(self._shapes, dtypes, strict=True)
+            ]
+            self._times = torch.empty(rows, dtype=torch.int64, device=self._device)
         self._histories: OrderedDict[Hashable, _History] = OrderedDict()
         self._free = list(range(self.num_pages))
+        self._lock = threading.RLock()
+
+    def __reduce__(self) -> Any:
+        """Make a copy an empty cache of the copied blocks."""
+        options = {"max_bytes": self.max_bytes, "page_rows": self.page_rows, "dtype": self.dtype}
+        return _made_again, (self._given, self.model, options)
 
     def __len__(self) -> int:
         """Return how many users have events in the cache."""
-        return len(self._histories)
+        return sum(len(history.events) > 0 for history in self._histories.values())
 
     def __contains__(self, user: object) -> bool:
         """Tell whether events of a user are cached."""
-        return user in self._histories
+        history = self._histories.get(user)
+        return history is not None and len(history.events) > 0
 
     def clear(self) -> None:
         """Give up all users' pages."""
-        self.discard(list(self._histories))
+        with self._lock:
+            self.discard(list(self._histories))
 
     def discard(self, users: Iterable[Hashable]) -> None:
         """Give up the pages of some users; those who have none are passed over."""
-        for user in users:
-            history = self._histories.pop(user, None)
-            if history is not None:
-                self._free += history.pages
+        with self._lock:
+            for user in users:
+                history = self._histories.pop(user, None)
+                if history is not None:
+                    self._free += history.pages
 
     def match(
         self,
-        users: Sequence[Hashable],
+        users: Sequence[Hashable] | Tensor,
         events: JaggedTensor,
         contexts: Sequence[Hashable] | None = None,
         *,
@@ -209,7 +257,7 @@ class HistoryCache:
         """Find which events of users' whole histories are cached, as long as they are the same from the first one on.
 
         Args:
-            users: one for each sample, each once.
+            users: one for each sample, each once; a tensor's numbers are those of its list.
             events: JaggedTensor of integers `[sum L]`, or `[sum L, F]` where an event is told by several: all that makes its row,
                 such as item, action and time. Compared on the CPU; from another device they are copied, which waits for it.
             contexts: what else events' rows are made of, for each sample, such as a tuple of the user's features; a user whose
@@ -217,36 +265,44 @@ class HistoryCache:
             least_new: so many of each history's last events count as new, where their own hidden states are wanted.
 
         Raises:
-            ValueError: as many users or contexts as there are samples are expected, and each user once; events that are no
-                integers.
+            ValueError: as many users or contexts as there are samples are expected, each user once; events that are no integers,
+                have weights, or offsets that do not fit; a block that was replaced.
+            TypeError: users or contexts that cannot be hashed, or that are tensors or arrays.
         """
-        users = list(users)
-        values, offsets = events.values().detach().cpu(), events.offsets().cpu()
+        users = users.tolist() if isinstance(users, (Tensor, np.ndarray)) else list(users)
+        values, offsets = events.values().detach().cpu(), events.offsets().detach().cpu()
         check_samples("users", len(users), "events", offsets.shape[0] - 1, "give one for each")
+        _check_keys("users", users)
         if len(set(users)) < len(users):
             twice = next(user for user in users if users.count(user) > 1)
             raise ValueError(f"users: expected each once, got {twice!r} twice; join the candidates of one user's requests")
         contexts = [None] * len(users) if contexts is None else list(contexts)
         check_samples("contexts", len(contexts), "users", len(users), "give one for each user", "contexts")
-        if values.dtype.is_floating_point or values.dtype.is_complex or values.dim() not in (1, 2):
+        _check_keys("contexts", contexts)
+        if values.is_floating_point() or values.is_complex() or values.dim() not in (1, 2) or 0 in values.shape[1:]:
             raise ValueError(f"events: expected integers [sum L] or [sum L, F], got {values.dtype} {list(values.shape)}")
+        if events.weights_or_none() is not None:
+            raise ValueError("events: expected no weights, which are not compared, got some; give them as a column of integers")
+        validate_offsets(offsets, values.shape[0], name="events")
         if least_new < 0:
             raise ValueError(f"least_new: expected 0 or more, got {least_new}")
-        self._look_at_weights()
         found, bounds = values.numpy().astype(np.int64, copy=False), offsets.numpy().astype(np.int64, copy=False)
         # Copies: the caller may write into what he gave.
         all_events = [found[first:last].copy() for first, last in pairwise(bounds.tolist())]
         cached, known = [], np.zeros(len(users), dtype=np.int64)
-        for place, (user, context, of_user) in enumerate(zip(users, contexts, all_events, strict=True)):
-            history = self._histories.get(user)
-            cached.append(None if history is None else history.events)
-            if history is not None and history.context == context:
-                known[place] = min(_in_common(history.events, of_user), max(len(of_user) - least_new, 0))
+        with self._lock:
+            self._look()
+            for place, (user, context, of_user) in enumerate(zip(users, contexts, all_events, strict=True)):
+                history = self._histories.get(user)
+                cached.append(None if history is None else history.events)
+                if history is not None and history.context == context:
+                    known[place] = min(_in_common(history.events, of_user), max(len(of_user) - least_new, 0))
+            writes = self._writes
         new = np.diff(bounds) - known
         new_offsets = np.concatenate(([0], new.cumsum()))
         rows = np.arange(new_offsets[-1]) + np.repeat(bounds[:-1] + known - new_offsets[:-1], new)
         known_events, offsets, places = (torch.from_numpy(numbers) for numbers in (known, new_offsets, rows))
-        return CachedBatch(users, known_events, offsets, places, contexts, all_events, cached, self._writes)
+        return CachedBatch(users, known_events, offsets, places, self, contexts, all_events, cached, writes)
 
     @torch.no_grad()
     def encode(
@@ -265,7 +321,8 @@ class HistoryCache:
             events: rows `[n, D]` of the events that are not cached, those of `batch.rows`, on the blocks' device.
             candidates: JaggedTensor with values `[S, D]` over the samples, or `[B, m, D]`: each sees its user's history and
                 itself. None for none.
-            times: int32 or int64 `[n]`, of the events, where blocks have time buckets; else None.
+            times: int32 or int64 `[n]`, of the events, where blocks have time buckets; else None. All requests go by one clock:
+                what is cached keeps its time.
             candidate_times: `[S]`, or `[B, m]`, likewise.
 
         Returns:
@@ -276,22 +333,37 @@ class HistoryCache:
                 candidates or times of another number; more events than all pages hold; a block in training.
             TypeError: keys of another dtype than `dtype`.
         """
-        training = [place for place, block in enumerate(self.blocks) if block.training]
+        with self._lock:
+            return self._encode(batch, events, candidates, times, candidate_times)
+
+    def _encode(
+        self,
+        batch: CachedBatch,
+        events: Tensor,
+        candidates: JaggedTensor | Tensor | None,
+        times: Tensor | None,
+        candidate_times: Tensor | None,
+    ) -> tuple[Tensor, JaggedTensor | Tensor | None]:
+        training = [place for place, block in enumerate(self.blocks) if any(part.training for part in block.modules())]
         if training:
             raise ValueError(f"blocks: expected them in evaluation, got block {training[0]} in training; call model.eval()")
         self._check_current(batch)
         num_new = int(batch.offsets[-1])
         check_samples("events", events.shape[0], "batch", num_new, "give the rows of batch.rows", "rows")
-        own = _Own.of(events, candidates, times, candidate_times, len(batch.users))
-        table = self._seat(batch)
-        known, new_offsets, pages = _on_device((batch.known, batch.offsets, table), events.device)
+        if events.device != self._device:
+            raise ValueError(f"events: expected rows on {self._device}, where the cache is, got {events.device}")
+        wants_times = any(shape.takes_times for shape in self._shapes)
+        own = _Own.of(events, candidates, times, candidate_times, len(batch.users), wants_times)
+        known, new_offsets = _on_device((batch.known, batch.offsets), self._device)
         values, offsets, targets, when = own.joined(new_offsets)
-        layout = self._layout(
-            known, new_offsets, pages, offsets, targets, when, (num_new, values.shape[0], int(batch.known.sum()))
-        )
+        # All that can be refused has been: from here on others may lose their pages.
+        (pages,) = _on_device((self._seat(batch),), self._device)
+        totals = num_new, values.shape[0], int(batch.known.sum())
+        layout = self._layout(known, new_offsets, pages, offsets, targets, when, totals)
         x = JaggedTensor(values=values, offsets=offsets)
-        for block, pool in zip(self.blocks, self._pools, strict=True):
-            x = block(x, targets, when, layout._replace(pool=pool))
+        for block, shape, pool in zip(self.blocks, self._shapes, self._pools, strict=True):
+            of_block = layout._replace(pool=pool, times=layout.times if shape.takes_times else None)
+            x = block(x, targets, when if shape.takes_times else None, of_block)
         # Only now it is true that they are there.
         for user, all_events in zip(batch.users, batch.events, strict=True):
             self._histories[user].events = all_events
@@ -299,18 +371,32 @@ class HistoryCache:
         self.discard([user for user, all_events in zip(batch.users, batch.events, strict=True) if not len(all_events)])
         return own.split(x.values(), new_offsets)
 
-    def _look_at_weights(self) -> None:
-        """Give everything up if a weight is another tensor than it was, or was written since."""
-        now = _weights_of(self._watched)
-        if len(now) != len(self._weights) or any(
-            one is not other or written != before for (one, *written), (other, *before) in zip(now, self._weights, strict=True)
-        ):
+    def _looked(self) -> tuple[Any, ...]:
+        """What cached rows are made by: steps of optimizers, options of blocks, and weights."""
+        options = [
+            (id(part), *(getattr(part, name) for name in getattr(part, "shown", ())))
+            for block in self.blocks
+            for part in block.modules()
+        ]
+        return _STEPS[0], options, _weights_of(self._watched)
+
+    def _look(self) -> None:
+        """Give everything up if a weight is another tensor than it was, or was written since, or an option is another one."""
+        replaced = [place for place, (one, other) in enumerate(zip_longest(self._given, self.blocks)) if one is not other]
+        if replaced:
+            raise ValueError(f"blocks: block {replaced[0]} is another one than when the cache was made; make a new cache")
+        now = self._looked()
+        if now != self._seen:
             self.clear()
-            self._weights = now
+            for place, block in enumerate(self.blocks):
+                _cached_shape(block, place)
+            self._seen = now
             self._writes += 1
 
     def _check_current(self, batch: CachedBatch) -> None:
-        self._look_at_weights()
+        if batch.cache is not self:
+            raise ValueError("batch: expected one that this cache has matched, got another cache's")
+        self._look()
         if batch.writes != self._writes:
             raise ValueError("batch: weights were written since it was matched; match its users again")
         for place, (user, known) in enumerate(zip(batch.users, batch.known.tolist(), strict=True)):
@@ -323,9 +409,7 @@ class HistoryCache:
                 or history.context != batch.contexts[place]
                 or _in_common(history.events, batch.events[place]) < known
             ):
-                raise ValueError(
-                    f"batch: cached events of user {user!r} have changed since it was matched; match its users again"
-                )
+                raise ValueError(f"batch: cached events of user {user!r} changed since it was matched; match its users again")
 
     def _seat(self, batch: CachedBatch) -> Tensor:
         """Give each user of a batch the pages that its history takes, and return them, `[B, most]`."""
@@ -333,7 +417,7 @@ class HistoryCache:
         if sum(needs) > self.num_pages:
             raise ValueError(
                 f"batch: expected histories of at most {self.num_pages} pages of {self.page_rows} rows, got {sum(needs)}; encode "
-                "fewer users, or give the cache more bytes"
+                "fewer users or shorter histories, or give the cache more bytes"
             )
         histories = []
         for place, (user, need, known) in enumerate(zip(batch.users, needs, batch.known.tolist(), strict=True)):
@@ -412,20 +496,24 @@ class _Own(NamedTuple):
         times: Tensor | None,
         candidate_times: Tensor | None,
         num_samples: int,
+        wants_times: bool,
     ) -> _Own:
         """Return them, checked."""
         if candidates is not None:
             found = candidates.shape[0] if isinstance(candidates, Tensor) else candidates.offsets().shape[0] - 1
             check_samples("candidates", found, "batch", num_samples, "some may have none")
-        wanted = {
-            "times": (times, events.shape[:1], True),
-            "candidate_times": (candidate_times, _shape_of(candidates), candidates is not None),
-        }
-        for name, (given, shape, has_rows) in wanted.items():
-            if (given is not None) != (times is not None and has_rows):
-                raise ValueError(f"{name}: expected times of new events and of candidates, or none of both; only one is given")
-            if given is not None and given.shape != shape:
-                raise ValueError(f"{name}: expected {list(shape)}, one for each row, got {list(given.shape)}")
+        for name, given, shape, has_rows in (
+            ("times", times, events.shape[:1], True),
+            ("candidate_times", candidate_times, _shape_of(candidates), candidates is not None),
+        ):
+            if not (wants_times and has_rows):
+                if given is not None:
+                    reason = "there are no candidates" if wants_times else "no block has time buckets"
+                    raise ValueError(f"{name}: expected None, as {reason}, got {list(given.shape)}")
+            elif given is None:
+                raise ValueError(f"{name}: expected {list(shape)}, int32 or int64, for blocks with time buckets, got None")
+            elif given.dtype not in (torch.int32, torch.int64) or given.shape != shape:
+                raise ValueError(f"{name}: expected {list(shape)}, int32 or int64, got {given.dtype} {list(given.shape)}")
         return cls(events, candidates, times, candidate_times)
 
     def joined(self, new_offsets: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -463,27 +551,73 @@ def _shape_of(candidates: JaggedTensor | Tensor | None) -> torch.Size:
     return candidates.shape[:-1] if isinstance(candidates, Tensor) else candidates.values().shape[:1]
 
 
-def _cached_shape(block: nn.Module, place: int) -> tuple[int, int]:
+def _made_again(blocks: Iterable[nn.Module], model: nn.Module | None, options: dict[str, Any]) -> HistoryCache:
+    return HistoryCache(blocks, model=model, **options)
+
+
+def _check_keys(name: str, keys: Sequence[Any]) -> None:
+    """Check that what users or contexts are told by is compared by value, and stays as it is."""
+
+    def is_array(key: object) -> bool:
+        return isinstance(key, (Tensor, np.ndarray)) or (isinstance(key, tuple) and any(is_array(part) for part in key))
+
+    for key in keys:
+        if is_array(key):
+            raise TypeError(f"{name}: expected numbers, strings or tuples of them, got a tensor or array; take tuple(x.tolist())")
+        try:
+            hash(key)
+        except TypeError:
+            raise TypeError(f"{name}: expected what can be hashed, got a {type(key).__name__}; take a tuple") from None
+
+
+def _cached_shape(block: nn.Module, place: int) -> CachedShape:
     found: Any = getattr(block, "cached_shape", None)
-    if found is None:
+    if found is None or "cached" not in inspect.signature(block.forward).parameters:
         raise ValueError(
             "blocks: expected HSTUBlock, JaggedTransformerBlock or JaggedSelfAttention, got a "
-            f"{type(block).__name__} as block {place}"
+            f"{type(block).__name__} as block {place}, whose forward takes no cached keys"
         )
     try:
-        return cast("tuple[int, int]", found())
+        return cast(CachedShape, found())
     except ValueError as error:
         raise ValueError(f"blocks: block {place} cannot be cached: {error}") from None
 
 
-def _weights_of(modules: Sequence[nn.Module]) -> list[tuple[Tensor, int, int]]:
-    """Weights, where they are, and how often each was written."""
+# Steps of all optimizers of PyTorch in this process, as fused ones write weights without being counted.
+_STEPS = [0]
+
+
+@functools.cache
+def _count_steps() -> None:
+    """Count steps of optimizers from now on."""
+
+    def count(*_: object) -> None:
+        _STEPS[0] += 1
+
+    register_optimizer_step_post_hook(count)
+
+
+class _Weight:
+    """A weight, which is not kept alive, where it is, and how often it was written."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.written = weakref.ref(tensor), (tensor.data_ptr(), tensor._version)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare tensors by identity; one that is gone is no other's equal."""
+        assert isinstance(other, _Weight)
+        return self.tensor() is other.tensor() is not None and self.written == other.written
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _weights_of(modules: Sequence[nn.Module]) -> list[_Weight]:
     tensors = [tensor for module in modules for tensor in chain(module.parameters(), module.buffers())]
     if any(tensor.is_inference() for tensor in tensors):
         raise ValueError(
             "model: got weights of inference mode, whose writes PyTorch does not count; make the model outside of inference_mode"
         )
-    return [(tensor, tensor.data_ptr(), tensor._version) for tensor in tensors]
+    return [_Weight(tensor) for tensor in tensors]
 
 
 def _in_common(one: IntArray, other: IntArray) -> int:

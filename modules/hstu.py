@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.attention import bias_parameters, check_times, draw_biases
-from jagged.modules.history_cache import CachedKeys
+from jagged.modules.history_cache import CachedKeys, CachedShape
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import check_width, with_values
 from jagged.modules.layer_norm import LayerNorm
@@ -124,8 +124,8 @@ class HSTUBlock(JaggedModule):
         nn.init.zeros_(self.uvqk_projection.bias)
         nn.init.zeros_(self.output_projection.bias)
 
-    def cached_shape(self) -> tuple[int, int]:
-        """Return how many heads the keys have that a `HistoryCache` keeps, and how wide they are.
+    def cached_shape(self) -> CachedShape:
+        """Return what keys a `HistoryCache` keeps for the block.
 
         Raises:
             ValueError: earlier rows depend on later ones.
@@ -134,7 +134,9 @@ class HSTUBlock(JaggedModule):
             raise ValueError(f"num_contextual={self.num_contextual}: contextual rows see the history, which changes")
         if self.normalizer is None:
             raise ValueError("normalizer=None: sums are divided by the number of rows, which changes; give it a number")
-        return self.num_heads, self.uvqk_projection.out_features // (4 * self.num_heads)
+        weight = self.uvqk_projection.weight
+        width = self.uvqk_projection.out_features // (4 * self.num_heads)
+        return CachedShape(self.num_heads, width, weight.dtype, weight.device, self.time_bias is not None)
 
     def forward(
         self,

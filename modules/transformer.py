@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.attention import JaggedSelfAttention
-from jagged.modules.history_cache import CachedKeys
+from jagged.modules.history_cache import CachedKeys, CachedShape
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import with_values
 from jagged.modules.layer_norm import LayerNorm
@@ -99,7 +99,7 @@ class JaggedTransformerBlock(JaggedModule):
         )
         self.dropout = nn.Dropout(dropout)
 
-    def cached_shape(self) -> tuple[int, int]:
+    def cached_shape(self) -> CachedShape:
         """As of `JaggedSelfAttention`."""
         return self.attention.cached_shape()
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -59,6 +63,7 @@ class Rows(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.items = nn.Embedding(ITEMS, DIM, device=PLACE.device, dtype=DTYPE)
+        self.register_buffer("shift", torch.zeros(DIM, device=PLACE.device, dtype=DTYPE))
         self.blocks = blocks
         self.has_times = has_times(blocks)
 
@@ -68,7 +73,7 @@ class Rows(nn.Module):
 
     def rows(self, events: Tensor) -> Tensor:
         with torch.no_grad():
-            return self.items((events if events.dim() == 1 else events[:, 0]).to(PLACE.device))
+            return self.shift + self.items((events if events.dim() == 1 else events[:, 0]).to(PLACE.device))
 
 
 def jagged(samples: list[list[int]], dtype: torch.dtype = torch.int64) -> JaggedTensor:
@@ -106,6 +111,12 @@ def encode(
     return cache.encode(batch, model.rows(new), rows, times=of_events, candidate_times=of_candidates)
 
 
+def check_pages(cache: HistoryCache) -> None:
+    """Each page is free, or one user's."""
+    pages = [page for history in cache._histories.values() for page in history.pages]
+    assert sorted(cache._free + pages) == list(range(cache.num_pages))
+
+
 def check(
     cache: HistoryCache,
     model: Rows,
@@ -126,6 +137,8 @@ def check(
     elif form == "none":
         given, candidates = None, [[] for _ in users]
     new, ranked = encode(cache, model, batch, events, given)
+    check_pages(cache)
+    assert [user in cache for user in users] == [len(history) > 0 for history in histories]
     all_events, all_ranked = whole(model, histories, candidates)
     expected = torch.cat(
         [model.rows(torch.zeros(0, dtype=torch.int64)), *(of[n:] for of, n in zip(all_events, known, strict=True))]
@@ -163,7 +176,7 @@ def in_common(one: list[int], other: list[int]) -> int:
 def test_it_is_what_whole_histories_give(place: Place, data: st.DataObject, name: str, page_rows: int, is_small: bool) -> None:
     model = Rows(blocks_of(name))
     enough = 10_000 // page_rows
-    one_page = HistoryCache(model.blocks, max_bytes=10**6, page_rows=page_rows)
+    one_page = HistoryCache(model.blocks, model=model, max_bytes=10**6, page_rows=page_rows)
     cache = HistoryCache(
         model.blocks,
         max_bytes=one_page.bytes // one_page.num_pages * (30 if is_small else enough),
@@ -194,8 +207,8 @@ def test_it_is_what_whole_histories_give(place: Place, data: st.DataObject, name
 def test_pages_go_to_those_who_come(place: Place) -> None:
     """Of four pages of two rows: who was encoded longest ago loses his."""
     model = Rows(blocks_of("hstu"))
-    a_page = HistoryCache(model.blocks, max_bytes=10**6, page_rows=2)
-    cache = HistoryCache(model.blocks, max_bytes=4 * a_page.bytes // a_page.num_pages, page_rows=2)
+    a_page = HistoryCache(model.blocks, model=model, max_bytes=10**6, page_rows=2)
+    cache = HistoryCache(model.blocks, model=model, max_bytes=4 * a_page.bytes // a_page.num_pages, page_rows=2)
     assert (cache.num_pages, len(cache)) == (4, 0)
     assert check(cache, model, ["a", "b"], [[1, 2, 3], [4]], [[5], []]) == [0, 0]
     assert check(cache, model, ["a"], [[1, 2, 3]], [[6, 7]]) == [3]
@@ -206,12 +219,19 @@ def test_pages_go_to_those_who_come(place: Place) -> None:
     assert check(cache, model, ["a", "d", "c"], [[1, 2, 3, 3], [8], [8]], [[6, 7]] * 3) == [3, 1, 1]
     # Five pages' worth in one batch are refused, and nothing is lost.
     batch = cache.match(["a", "e"], jagged([[1, 2, 3, 3], [1, 2, 3, 4, 5]]))
-    says = "batch: expected histories of at most 4 pages of 2 rows, got 5; encode fewer users, or give the cache more bytes"
+    says = (
+        "batch: expected histories of at most 4 pages of 2 rows, got 5; encode fewer users or shorter histories, or give the "
+        "cache more bytes"
+    )
     with raises(ValueError, says):
         encode(cache, model, batch, jagged([[1, 2, 3, 3], [1, 2, 3, 4, 5]]), None)
     assert check(cache, model, ["a", "d", "c"], [[1, 2, 3, 3], [8], [8]], [[6, 7]] * 3) == [4, 1, 1]
-    cache.discard(["a", "nobody"])
-    assert ("a" in cache, len(cache)) == (False, 2)
+    # Who was encoded longest ago keeps what he has where he is in the batch himself.
+    assert check(cache, model, ["f", "a"], [[4, 4], [1, 2, 3, 3]], [[6], [7]]) == [0, 4]
+    assert [user in cache for user in "acdf"] == [True, True, False, True]
+    assert check(cache, model, ["c", "a"], [[8, 9, 9], [1, 2, 3, 3]], [[6], [7]]) == [1, 4]
+    cache.discard(["c", "nobody"])
+    assert ("c" in cache, len(cache)) == (False, 1)
     cache.clear()
     assert (len(cache), check(cache, model, ["d"], [[8]], [[1]])) == (0, [0])
 
@@ -219,7 +239,7 @@ def test_pages_go_to_those_who_come(place: Place) -> None:
 def test_events_of_several_columns(place: Place) -> None:
     """Items are the same, and times are not."""
     model = Rows(blocks_of("hstu"))
-    cache = HistoryCache(model.blocks, max_bytes=10**6)
+    cache = HistoryCache(model.blocks, model=model, max_bytes=10**6)
     for times, known in (([1, 2, 3], 0), ([1, 2, 3], 3), ([1, 5, 3], 1)):
         values = torch.stack((torch.tensor([4, 4, 4]), torch.tensor(times)), 1)
         events = JaggedTensor(values=values, offsets=torch.tensor([0, 3]))
@@ -237,7 +257,7 @@ def test_events_of_several_columns(place: Place) -> None:
 
 def test_a_batch_is_encoded_again_with_other_candidates(place: Place) -> None:
     model = Rows(blocks_of("transformer"))
-    cache = HistoryCache(model.blocks, max_bytes=10**6)
+    cache = HistoryCache(model.blocks, model=model, max_bytes=10**6)
     check(cache, model, ["a", "b"], [[1, 2], [3]], [[], []])
     histories = [[1, 2, 4], [3, 5, 6]]
     batch = cache.match(["a", "b"], jagged(histories))
@@ -249,37 +269,156 @@ def test_a_batch_is_encoded_again_with_other_candidates(place: Place) -> None:
         assert ranked.offsets().tolist() == jagged(candidates).offsets().tolist()
 
 
-@pytest.mark.parametrize("write", ["step", "load", "table", "swap"])
+def step(model: Rows, **options: Any) -> None:
+    """A step of training, after which the model is in evaluation again."""
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1, **options)
+    model.train()
+    ids = torch.tensor([1, 2])
+    x = JaggedTensor(values=model.items(ids.to(PLACE.device)), offsets=torch.tensor([0, 2], device=PLACE.device))
+    model.blocks[0](x, None, model.times(ids)).values().sum().backward()
+    optimizer.step()
+    model.eval()
+
+
+def in_place(model: Rows) -> None:
+    with torch.inference_mode():
+        model.items.weight[3] += 1
+
+
+def buffer(model: Rows) -> None:
+    with torch.no_grad():
+        model.shift += 1
+
+
+def data(model: Rows) -> None:
+    """The parameter is the same, its memory another."""
+    weight = model.blocks[1].output_projection.weight
+    weight.data = 2 * weight.data
+
+
+def same_memory(model: Rows) -> None:
+    """The memory is the same, the parameter another, and neither was written."""
+    layer = model.blocks[1].output_projection
+    layer.weight = nn.Parameter(layer.weight.detach())
+
+
+def normalizer(model: Rows) -> None:
+    model.blocks[1].normalizer = 2
+
+
+WRITES: dict[str, Callable[[Rows], Any]] = {
+    "step": lambda model: step(model, foreach=False),
+    "foreach": lambda model: step(model, foreach=True),
+    "fused": lambda model: step(model, fused=True),
+    "load": lambda model: model.load_state_dict({name: 2 * weight for name, weight in model.state_dict().items()}),
+    "assign": lambda model: model.load_state_dict({name: 2 * of for name, of in model.state_dict().items()}, assign=True),
+    "in place": in_place,
+    "buffer": buffer,
+    "data": data,
+    "same memory": same_memory,
+    "option": normalizer,
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
 def test_weights_that_are_written_empty_it(place: Place, write: str) -> None:
     model = Rows(blocks_of("hstu"))
-    cache = HistoryCache(model.blocks, max_bytes=10**6, model=model)
+    cache = HistoryCache(model.blocks, model=model, max_bytes=10**6)
     check(cache, model, ["a"], [[1, 2]], [[3]])
     batch = cache.match(["a"], jagged([[1, 2, 4]]))
     assert batch.known.tolist() == [2]
-    match write:
-        case "step":
-            optimizer = torch.optim.SGD(model.blocks.parameters(), 0.1)
-            x = JaggedTensor(values=model.rows(torch.tensor([1, 2])), offsets=torch.tensor([0, 2], device=place.device))
-            model.blocks[0](x, None, model.times(torch.tensor([1, 2]))).values().sum().backward()
-            optimizer.step()
-        case "load":
-            model.blocks.load_state_dict({name: 2 * weight for name, weight in model.blocks.state_dict().items()})
-        case "table":
-            with torch.no_grad():
-                model.items.weight[3] += 1
-        case "swap":
-            model.blocks[1].output_projection.weight = nn.Parameter(torch.ones_like(model.blocks[1].output_projection.weight))
+    WRITES[write](model)
     with raises(ValueError, "batch: weights were written since it was matched; match its users again"):
         encode(cache, model, batch, jagged([[1, 2, 4]]), None)
+    check_pages(cache)
     assert check(cache, model, ["a"], [[1, 2, 4]], [[3]]) == [0]
+    assert check(cache, model, ["a"], [[1, 2, 4]], [[3]]) == [3]
+
+
+def test_without_a_model_blocks_are_watched(place: Place) -> None:
+    model = Rows(blocks_of("hstu"))
+    cache = HistoryCache(model.blocks, model=None, max_bytes=10**6)
+    check(cache, model, ["a"], [[1, 2]], [[3]])
+    in_place(model)
+    assert cache.match(["a"], jagged([[1, 2]])).known.tolist() == [2]
+    data(model)
+    assert cache.match(["a"], jagged([[1, 2]])).known.tolist() == [0]
+
+
+def test_options_that_are_no_longer_cacheable(place: Place) -> None:
+    model = Rows(blocks_of("transformer"))
+    cache = HistoryCache(model.blocks, model=model, max_bytes=10**6)
+    check(cache, model, ["a"], [[1, 2]], [[3]])
+    model.blocks[0].attention.causal = False
+    with raises(ValueError, "blocks: block 0 cannot be cached: causal=False: rows see the rows behind them"):
+        cache.match(["a"], jagged([[1, 2]]))
+    model.blocks[0].attention.causal = True
+    assert check(cache, model, ["a"], [[1, 2]], [[3]]) == [0]
+    model.blocks[1] = blocks_of("transformer", 1)[0]
+    with raises(ValueError, "blocks: block 1 is another one than when the cache was made; make a new cache"):
+        cache.match(["a"], jagged([[1, 2]]))
+
+
+def test_blocks_with_and_without_times(place: Place) -> None:
+    torch.manual_seed(0)
+    blocks = nn.ModuleList([blocks_of("hstu", 1)[0], blocks_of("hstu with a window", 1)[0]])
+    model = Rows(blocks)
+    cache = HistoryCache(blocks, model=model, max_bytes=10**6)
+    for known in ([], [1, 2]):
+        ids = torch.tensor([1, 2, 3][: len(known) + 2])
+        batch = cache.match(["a"], jagged([ids.tolist()]))
+        new, _ = encode(cache, model, batch, jagged([ids.tolist()]), None)
+        x = JaggedTensor(values=model.rows(ids), offsets=torch.tensor([0, len(ids)], device=place.device))
+        with torch.no_grad():
+            expected = blocks[1](blocks[0](x, None, model.times(ids))).values()
+        torch.testing.assert_close(new, expected[len(known) :], **CLOSE)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"])
+def test_a_copy_is_empty_and_of_the_copied_blocks(place: Place, copied: Callable[[Any], Any]) -> None:
+    model = Rows(blocks_of("hstu"))
+    cache = HistoryCache(model.blocks, model=model, max_bytes=10**6, page_rows=3, dtype=DTYPE)
+    check(cache, model, ["a"], [[1, 2]], [[3]])
+    other_model, other = copied((model, cache))
+    assert (len(other), other.bytes, other.page_rows) == (0, cache.bytes, 3)
+    assert other.blocks[0] is other_model.blocks[0] is not model.blocks[0]
+    data(other_model)
+    assert check(other, other_model, ["a"], [[1, 2]], [[3]]) == [0]
+    assert check(cache, model, ["a"], [[1, 2]], [[3]]) == [2]
+    with raises(ValueError, "batch: expected one that this cache has matched, got another cache's"):
+        encode(cache, model, other.match(["a"], jagged([[1, 2, 3]])), jagged([[1, 2, 3]]), None)
+
+
+def test_threads_wait_for_one_another(place: Place) -> None:
+    model = Rows(blocks_of("hstu"))
+    cache = HistoryCache(model.blocks, model=model, max_bytes=10**6, page_rows=2)
+
+    def work(thread: int) -> None:
+        for number in range(20):
+            users, histories = [f"{thread}, {number % 3}"], [[(thread + n) % ITEMS for n in range(number)]]
+            batch = cache.match(users, jagged(histories))
+            new, ranked = encode(cache, model, batch, jagged(histories), jagged([[thread]]))
+            events, candidates = whole(model, histories, [[thread]])
+            torch.testing.assert_close(new, events[0][int(batch.known[0]) :], **CLOSE)
+            torch.testing.assert_close(ranked.values(), candidates[0], **CLOSE)
+
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(work, thread) for thread in range(4)]:
+            done.result()
+    check_pages(cache)
+    assert len(cache) == 12
 
 
 def test_what_changed_between_is_matched_again(place: Place) -> None:
     model = Rows(blocks_of("hstu"))
-    cache = HistoryCache(model.blocks, max_bytes=10**6)
+    cache = HistoryCache(model.blocks, model=model, max_bytes=10**6)
     check(cache, model, ["a"], [[1, 2, 3]], [[3]])
     says = "batch: cached events of user 'a' changed since it was matched; match its users again"
-    for between in (lambda: cache.discard(["a"]), lambda: check(cache, model, ["a"], [[1, 7]], [[3]])):
+    for between in (
+        lambda: cache.discard(["a"]),
+        lambda: check(cache, model, ["a"], [[1, 7]], [[3]]),
+        lambda: check(cache, model, ["a"], [[1, 2, 3]], [[3]], contexts=["other"]),
+    ):
         check(cache, model, ["a"], [[1, 2, 3]], [[3]])
         batch = cache.match(["a"], jagged([[1, 2, 3, 4]]))
         between()
@@ -296,7 +435,7 @@ def test_what_changed_between_is_matched_again(place: Place) -> None:
 def test_what_failed_is_not_there(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layer's keys are written, the second fails; a history that had been cut back is as short as its beginning."""
     model = Rows(blocks_of("hstu"))
-    cache = HistoryCache(model.blocks, max_bytes=10**6, page_rows=2)
+    cache = HistoryCache(model.blocks, model=model, max_bytes=10**6, page_rows=2)
     check(cache, model, ["a"], [[1, 2, 3, 4]], [[]])
 
     def fail(*_: object, **__: object) -> None:
@@ -307,13 +446,37 @@ def test_what_failed_is_not_there(place: Place, monkeypatch: pytest.MonkeyPatch)
         batch = cache.match(["a", "b"], jagged([[1, 2, 9, 9, 9], [5]]))
         with pytest.raises(RuntimeError, match="no memory"):
             encode(cache, model, batch, jagged([[1, 2, 9, 9, 9], [5]]), None)
+        assert ("a" in cache, "b" in cache, len(cache)) == (True, False, 1)
+        check_pages(cache)
+    assert cache.match(["a"], jagged([[1, 2, 3, 4]])).known.tolist() == [2]
     assert check(cache, model, ["a", "b"], [[1, 2, 9, 9, 9], [5]], [[1], [2]]) == [2, 0]
+
+
+def test_events_are_copied(place: Place) -> None:
+    """The caller's tensor is his."""
+    model = Rows(blocks_of("hstu"))
+    cache = HistoryCache(model.blocks, model=model, max_bytes=10**6)
+    events = jagged([[1, 2, 3]])
+    encode(cache, model, cache.match(["a"], events), events, None)
+    events.values()[1] = 7
+    assert cache.match(["a"], events).known.tolist() == [1]
+
+
+def test_a_refused_request_takes_nobodys_pages(place: Place) -> None:
+    model = Rows(blocks_of("hstu"))
+    a_page = HistoryCache(model.blocks, model=None, max_bytes=10**6, page_rows=2)
+    cache = HistoryCache(model.blocks, model=None, max_bytes=2 * a_page.bytes // a_page.num_pages, page_rows=2)
+    check(cache, model, ["a", "b"], [[1, 2], [3]], [[], []])
+    batch = cache.match(["c", "d"], jagged([[1, 2], [3]]))
+    with pytest.raises(ValueError, match=r"^times: "):
+        cache.encode(batch, model.rows(torch.tensor([1, 2, 3])))
+    assert [user in cache for user in "abcd"] == [True, True, False, False]
 
 
 def test_under_autocast(place: Place) -> None:
     """Keys have autocast's dtype, which the cache is made with; whole histories in sixteen bits are as far from exact ones."""
     model = Rows(blocks_of("transformer").float()).float()
-    cache = HistoryCache(model.blocks, max_bytes=10**6, dtype=torch.bfloat16)
+    cache = HistoryCache(model.blocks, model=model, max_bytes=10**6, dtype=torch.bfloat16)
     histories = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
     batch = cache.match("abc", jagged([history[:-1] for history in histories]))
     with torch.autocast(place.device.type, torch.bfloat16):
@@ -324,7 +487,7 @@ def test_under_autocast(place: Place) -> None:
         expected = torch.cat(whole(model, histories, [[1, 2], [], [3]])[1])
     exact = torch.cat(whole(model, histories, [[1, 2], [], [3]])[1])
     assert (ranked.values() - exact).abs().max() <= 2 * (expected - exact).abs().max()
-    cache = HistoryCache(model.blocks, max_bytes=10**6)
+    cache = HistoryCache(model.blocks, model=model, max_bytes=10**6)
     batch = cache.match("a", jagged([[1]]))
     says = "dtype: the cache keeps torch.float32, got keys of torch.bfloat16; make the cache with dtype=torch.bfloat16"
     with torch.autocast(place.device.type, torch.bfloat16), raises(TypeError, says):
@@ -334,14 +497,14 @@ def test_under_autocast(place: Place) -> None:
 def test_it_is_for_scoring(place: Place) -> None:
     model = Rows(blocks_of("hstu"))
     with torch.inference_mode():
-        cache = HistoryCache(model.blocks, max_bytes=10**6)
+        cache = HistoryCache(model.blocks, model=model, max_bytes=10**6)
         check(cache, model, ["a"], [[1, 2]], [[3]])
     batch = cache.match(["a"], jagged([[1, 2, 3]]))
     new, _ = cache.encode(
         batch, model.items(torch.tensor([3], device=place.device)), times=torch.tensor([21], device=place.device)
     )
     assert not new.requires_grad
-    model.blocks[1].train()
+    model.blocks[1].dropout.train()
     batch = cache.match(["a"], jagged([[1, 2, 3]]))
     with raises(ValueError, "blocks: expected them in evaluation, got block 1 in training; call model.eval()"):
         encode(cache, model, batch, jagged([[1, 2, 3]]), None)
@@ -359,9 +522,10 @@ REFUSED = {
     "block 0 cannot be cached: num_contextual=1: contextual rows see the history, which changes": lambda: [
         JaggedTransformerBlock(DIM, 2, num_contextual=1)
     ],
-    "expected HSTUBlock, JaggedTransformerBlock or JaggedSelfAttention, got a JaggedMLP as block 0": lambda: [
-        JaggedMLP(DIM, [DIM])
-    ],
+    (
+        "expected HSTUBlock, JaggedTransformerBlock or JaggedSelfAttention, got a JaggedMLP as block 0, whose forward takes no "
+        "cached keys"
+    ): lambda: [JaggedMLP(DIM, [DIM])],
     "expected one or more, got none": list,
 }
 
@@ -369,24 +533,53 @@ REFUSED = {
 @pytest.mark.parametrize("says", REFUSED)
 def test_blocks_that_cannot_be_cached(place: Place, says: str) -> None:
     with raises(ValueError, f"blocks: {says}"):
-        HistoryCache(REFUSED[says](), max_bytes=10**6)
+        HistoryCache(REFUSED[says](), model=None, max_bytes=10**6)
 
 
 def test_refusals(place: Place) -> None:
     model = Rows(blocks_of("hstu"))
     least = f"{64 * (2 * 2 * DIM * DTYPE.itemsize + 8):,}"
     with raises(ValueError, f"max_bytes: expected {least} or more, a page of 64 rows, got 100"):
-        HistoryCache(model.blocks, max_bytes=100)
+        HistoryCache(model.blocks, model=model, max_bytes=100)
     with raises(ValueError, "page_rows: expected 1 or more, got 0"):
-        HistoryCache(model.blocks, max_bytes=100, page_rows=0)
+        HistoryCache(model.blocks, model=model, max_bytes=100, page_rows=0)
     with torch.inference_mode():
         inner = blocks_of("hstu")
     says = "model: got weights of inference mode, whose writes PyTorch does not count; make the model outside of inference_mode"
     with raises(ValueError, says):
-        HistoryCache(inner, max_bytes=10**6)
+        HistoryCache(inner, model=None, max_bytes=10**6)
 
-    cache = HistoryCache(model.blocks, max_bytes=10**6)
+    for options, says in (
+        ({"max_bytes": 1e6}, "max_bytes: expected an integer, got 1000000.0"),
+        ({"max_bytes": 10**6, "page_rows": 2.0}, "page_rows: expected an integer, got 2.0"),
+        ({"max_bytes": 10**6, "dtype": torch.int64}, "dtype: expected a floating torch.dtype or None, got torch.int64"),
+        ({"max_bytes": 10**6, "dtype": "bfloat16"}, "dtype: expected a floating torch.dtype or None, got 'bfloat16'"),
+    ):
+        with raises(TypeError, says):
+            HistoryCache(model.blocks, model=model, **options)
+    with raises(ValueError, f"max_bytes: expected {least} or more, a page of 64 rows, got -5"):
+        HistoryCache(model.blocks, model=model, max_bytes=-5)
+    with raises(TypeError, "blocks: expected several, got a HSTUBlock; put it in a list"):
+        HistoryCache(model.blocks[0], model=model, max_bytes=10**6)
+    with raises(ValueError, "blocks: expected one device that has memory, got meta; move the model first"):
+        HistoryCache([HSTUBlock(DIM, 2, normalizer=3, device="meta")], model=None, max_bytes=10**6)
+
+    cache = HistoryCache(model.blocks, model=model, max_bytes=10**6)
     one = jagged([[1, 2]])
+    with raises(TypeError, "users: expected what can be hashed, got a list; take a tuple"):
+        cache.match([["a"]], one)
+    says = "expected numbers, strings or tuples of them, got a tensor or array; take tuple(x.tolist())"
+    for context in (torch.tensor(1), (1, np.zeros(2))):
+        with raises(TypeError, f"contexts: {says}"):
+            cache.match(["a"], one, [context])
+    with raises(ValueError, "users: expected each once, got 7 twice; join the candidates of one user's requests"):
+        cache.match(torch.tensor([7, 7]), jagged([[1], [2]]))
+    with raises(ValueError, "events: expected no weights, which are not compared, got some; give them as a column of integers"):
+        cache.match(["a"], JaggedTensor(values=one.values(), offsets=one.offsets(), weights=torch.ones(2)))
+    with raises(ValueError, "events: expected integers [sum L] or [sum L, F], got torch.int64 [2, 0]"):
+        cache.match(["a"], JaggedTensor(values=one.values().view(2, 1)[:, :0], offsets=one.offsets()))
+    with raises(ValueError, "events[1]: expected 2, the number of rows, got 1; the last offset is the total length"):
+        cache.match(["a"], JaggedTensor(values=one.values(), offsets=torch.tensor([0, 1])))
     with raises(ValueError, "users: expected 1 samples, as many as events has, got 2; give one for each"):
         cache.match(["a", "b"], one)
     with raises(ValueError, "users: expected each once, got 'a' twice; join the candidates of one user's requests"):
@@ -403,16 +596,20 @@ def test_refusals(place: Place) -> None:
         cache.encode(batch, rows[:1], times=times)
     with raises(ValueError, "candidates: expected 1 samples, as many as batch has, got 3; some may have none"):
         cache.encode(batch, rows, rows[None].expand(3, -1, -1), times=times)
-    only = "expected times of new events and of candidates, or none of both; only one is given"
-    with raises(ValueError, f"candidate_times: {only}"):
+    with raises(ValueError, "candidate_times: expected [1, 2], int32 or int64, for blocks with time buckets, got None"):
         cache.encode(batch, rows, rows[None], times=times)
-    with raises(ValueError, f"candidate_times: {only}"):
+    with raises(ValueError, "candidate_times: expected None, as there are no candidates, got [2]"):
         cache.encode(batch, rows, times=times, candidate_times=times)
-    with raises(ValueError, "times: expected [2], one for each row, got [1]"):
+    with raises(ValueError, "times: expected [2], int32 or int64, got torch.int64 [1]"):
         cache.encode(batch, rows, times=times[:1])
-    with raises(ValueError, "candidate_times: expected [1, 2], one for each row, got [2]"):
+    with raises(ValueError, "times: expected [2], int32 or int64, got torch.float32 [2]"):
+        cache.encode(batch, rows, times=times.float())
+    with raises(ValueError, "candidate_times: expected [1, 2], int32 or int64, got torch.int64 [2]"):
         cache.encode(batch, rows, rows[None], times=times, candidate_times=times)
-    says = "times: expected [sum L], int32 or int64, one for each row, got None; the module was built with num_time_buckets=9"
-    with raises(ValueError, says):
+    timeless = Rows(blocks_of("hstu with a window"))
+    other = HistoryCache(timeless.blocks, model=timeless, max_bytes=10**6)
+    with raises(ValueError, "times: expected None, as no block has time buckets, got [2]"):
+        other.encode(other.match(["a"], one), rows, times=times)
+    with raises(ValueError, "times: expected [2], int32 or int64, for blocks with time buckets, got None"):
         cache.encode(batch, rows)
     assert check(cache, model, ["a"], [[1, 2]], [[3]]) == [0]
