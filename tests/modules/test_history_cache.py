@@ -236,6 +236,17 @@ def test_pages_go_to_those_who_come(place: Place) -> None:
     assert (len(cache), check(cache, model, ["d"], [[8]], [[1]])) == (0, [0])
 
 
+def test_pages_of_a_shorter_history_are_free(place: Place) -> None:
+    model = Rows(blocks_of("hstu"))
+    cache = HistoryCache(model.blocks, model=model, max_bytes=10**5, page_rows=2)
+    assert check(cache, model, ["a", "b"], [[1, 2, 3, 4, 5, 6, 7], []], [[8], [9]]) == [0, 0]
+    assert (cache.num_pages - len(cache._free), list(cache._histories)) == (4, ["a"])
+    assert check(cache, model, ["a"], [[1, 2, 3]], [[8]]) == [3]
+    assert cache.num_pages - len(cache._free) == 2
+    assert check(cache, model, ["a"], [[]], [[8]]) == [0]
+    assert (len(cache._free), list(cache._histories)) == (cache.num_pages, [])
+
+
 def test_events_of_several_columns(place: Place) -> None:
     """Items are the same, and times are not."""
     model = Rows(blocks_of("hstu"))
