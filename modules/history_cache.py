@@ -104,8 +104,8 @@ class CachedBatch:
     rows: Tensor
     cache: HistoryCache
     contexts: list[Hashable]
-    events: list[IntArray]
-    cached: list[IntArray | None]
+    events: list[npt.NDArray[np.int64]]
+    cached: list[npt.NDArray[np.int64] | None]
     writes: int
 
 
