@@ -1,7 +1,8 @@
 """Processes of pytest-xdist on GPUs, as a plugin: `pytest -p tests.gpu_workers -m gpu -n 64 --dist load --maxschedchunk 1`.
 
-Each process sees one GPU, in turns. Tests come in a shuffled order, as neighbours compile the same kernels. Of processes that
-want one kernel, one compiles it and the others wait, and then find it on disk.
+Each process sees one GPU, in turns. Tests come in a shuffled order, as neighbours compile the same kernels; `LONGEST` come first,
+so that a run does not end with one of them alone. Of processes that want one kernel, one compiles it and the others wait, and
+then find it on disk.
 
 With `--done FILE`, tests that passed are written down there, by file of tests with a hash of the files that it reaches, and are
 left out of the next run while these, PyTorch, Triton and the kind of GPU are the same: a run that was stopped goes on, also days
@@ -27,6 +28,16 @@ import pytest
 
 from tests import proven
 
+# Tests of a minute and more, by function.
+LONGEST = (
+    "test_small_steps_launch_every_kernel",
+    "test_memory_is_flat",
+    "test_repeats_are_bit_for_bit_equal",
+    "test_is_the_padded_one",
+    "test_transformer_block_with_biases",
+    "test_it_learns_which_inputs_labels_have",
+    "test_options_three_way",
+)
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 GPUS = len([*Path("/dev").glob("nvidia[0-9]*")])
 
@@ -143,6 +154,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not done.has(item.nodeid)]
     # The same order in every process.
     random.Random(0).shuffle(items)
+    items.sort(key=lambda item: getattr(item, "originalname", item.name) not in LONGEST)
 
 
 @pytest.hookimpl(tryfirst=True)

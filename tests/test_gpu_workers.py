@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.gpu_workers import _waiting
+from tests.gpu_workers import LONGEST, _waiting
 
 ROOT = Path(__file__).parent.parent
 TESTS = """
@@ -50,6 +51,35 @@ def test_what_is_done_is_left_out(tmp_path: Path) -> None:
     assert run().startswith("9 passed, 1 skipped")
     order = ran.read_text().split()
     assert order != sorted(order)
+
+
+def test_the_longest_come_first(tmp_path: Path) -> None:
+    """Whatever their parameters, and where they stand."""
+    (tmp_path / "test_some.py").write_text(
+        """
+import pathlib, pytest
+
+@pytest.mark.parametrize("number", range(20))
+def test_short(number):
+    pathlib.Path(__file__).with_name("ran").open("a").write("short ")
+
+@pytest.mark.parametrize("number", range(3))
+def test_memory_is_flat(number):
+    pathlib.Path(__file__).with_name("ran").open("a").write("long ")
+"""
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "tests.gpu_workers", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, env=own)
+    assert (tmp_path / "ran").read_text().split() == ["long"] * 3 + ["short"] * 20
+
+
+def test_the_longest_are_there() -> None:
+    """A test that is called otherwise now would come in between."""
+    found = {
+        name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    }
+    assert set(LONGEST) <= found
 
 
 def test_one_compiles_and_others_wait(tmp_path: Path) -> None:
