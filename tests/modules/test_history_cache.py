@@ -624,3 +624,24 @@ def test_refusals(place: Place) -> None:
     with raises(ValueError, "times: expected [2], int32 or int64, for blocks with time buckets, got None"):
         cache.encode(batch, rows)
     assert check(cache, model, ["a"], [[1, 2]], [[3]]) == [0]
+
+
+def test_compiled_blocks(place: Place) -> None:
+    """Keys are kept from within a compiled graph, for requests of other sizes, too."""
+    model = Rows(blocks_of("transformer"))
+    cache = HistoryCache(model.blocks, model=model, max_bytes=10**6, page_rows=2)
+    eager = [block.forward for block in model.blocks]
+    try:
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward, backend="aot_eager", dynamic=True)
+        new = []
+        for history in ([1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]):
+            batch = cache.match(["a"], jagged([history]))
+            new.append(encode(cache, model, batch, jagged([history]), jagged([[7, 8]])))
+            assert int(batch.known[0]) == len(history) - len(new[-1][0])
+    finally:
+        for block, forward in zip(model.blocks, eager, strict=True):
+            block.forward = forward
+    events, candidates = whole(model, [[1, 2, 3, 4, 5, 6]], [[7, 8]])
+    torch.testing.assert_close(torch.cat([of for of, _ in new]), events[0], **CLOSE)
+    torch.testing.assert_close(new[-1][1].values(), candidates[0], **CLOSE)

@@ -91,6 +91,10 @@ MORE: dict[str, Function] = {
         heads(a), heads(a), heads(a), ao, causal=True, num_targets=2, relative_bias=torch.arange(14.0).view(2, 7), scale=0.7,
         time_bias=torch.arange(40.0).view(2, 20) / 9, times=ordered(a), normalizer=4.0,
     ),
+    "pointwise to other keys": lambda a, ao, b, bo: ops.jagged_hstu_attention(
+        heads(b), heads(a), heads(a), bo, ao, num_targets=1, relative_bias=torch.arange(14.0).view(2, 7),
+        time_bias=torch.arange(40.0).view(2, 20) / 9, times=ordered(b), k_times=ordered(a),
+    ),
     "a bias for each pair": lambda a, ao, b, bo: ops.jagged_attention(
         heads(b), heads(a), heads(a), bo, ao, bias=a[:, :2].t().contiguous()
     ),

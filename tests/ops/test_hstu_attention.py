@@ -330,6 +330,42 @@ def test_one_graph_for_all_jagged_shapes(place: Place) -> None:
     assert graphs == 1
 
 
+@pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
+def test_one_graph_for_keys_of_their_own(place: Place) -> None:
+    """Queries are the last rows of longer samples, as behind a cache."""
+    graphs = 0
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    def function(*x: Tensor) -> Tensor:
+        q, k, v, offsets, k_offsets, time_bias, times, k_times = x
+        return jagged_hstu_attention(
+            q, k, v, offsets, k_offsets, num_targets=1, normalizer=7.0, time_bias=time_bias, times=times, k_times=k_times
+        )
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=count)
+    for lengths, earlier in (((2, 4, 3, 1), (5, 0, 2, 7)), ((1, 0, 9), (8, 6, 3)), ((0, 7), (2, 40))):
+        batch, keys = jagged_of(lengths), jagged_of(tuple(map(sum, zip(lengths, earlier, strict=True))))
+        rows = Case(batch, keys, 3, 2, 12, torch.float32, 0, {}).inputs()
+        of_time = random_tensor((6, 40), torch.float32, 1), random_times(batch.total, 0, 20), random_times(keys.total, 1, 20)
+        x = (*rows, batch.offsets, keys.offsets, *of_time)
+        torch.testing.assert_close(compiled(*x), function(*x), rtol=0, atol=0)
+    assert graphs == 1
+
+
+def test_keys_of_other_samples_are_refused(place: Place) -> None:
+    q, k = torch.zeros(3, 2, 4, device=place.device), torch.zeros(5, 2, 4, device=place.device)
+    offsets, k_offsets = (torch.tensor(of, device=place.device) for of in ([0, 1, 3], [0, 5]))
+    with pytest.raises(ValueError, match=r"^k_offsets: expected \[3\] as offsets, got \[2\]$"):
+        jagged_hstu_attention(q, k, k, offsets, k_offsets)
+    with pytest.raises(ValueError, match=r"^k: expected the 3 rows of q, got 5; for keys of other lengths give their k_offsets$"):
+        jagged_hstu_attention(q, k, k, offsets)
+
+
 @pytest.mark.usefixtures("unchecked")
 def test_messages_name_argument_and_cure(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.zeros(3, 2, 4, device=place.device)
