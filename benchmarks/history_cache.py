@@ -5,7 +5,8 @@
 
 A block is `HSTUBlock` of width 512 with 4 heads of 128, in bfloat16 under autocast. `block`: 3,968 of 4,096 events of each user
 are cached, and 256 candidates stand behind them; `cached` runs the block over 128 events and the candidates, `whole` over all
-of them. Microseconds of the GPU by replays of a CUDA graph, and `eager_us`, calls one after the other with the host's part.
+of them; `keys` is what puts cached keys and values and new ones together, `keys_bytes` what it reads and writes. Microseconds of
+the GPU by replays of a CUDA graph, and `eager_us`, calls one after the other with the host's part.
 What comes out is compared first: `error` and `whole_error` are the largest distances from float32, beside its largest number.
 
 `scoring`: four such blocks, 64 users with histories of up to 2,048 events, one event more in each request, 256 candidates. A
@@ -88,7 +89,7 @@ def measured_block(size: Size, users: int, device: str) -> dict[str, Any]:
     hook.remove()
     values, offsets = jagged_concat([rows.flatten(0, 1), candidates], [same(users, size.events, device), None])
     whole = JaggedTensor(values=values, offsets=offsets)
-    ways: dict[str, Callable[[], JaggedTensor]] = {
+    ways: dict[str, Callable[[], Any]] = {
         "cached": lambda: block(*given[-1]),
         "whole": lambda: block(whole, size.candidates),
     }
@@ -102,7 +103,12 @@ def measured_block(size: Size, users: int, device: str) -> dict[str, Any]:
     if not errors[0] <= 2 * errors[1] + 1e-6:
         raise RuntimeError(f"{users} users: cached {errors[0]:.1e} from float32, whole histories {errors[1]:.1e}")
     del exact, found, ranked
+    # Last, as it writes other keys into the pages.
+    keys = given[-1][3]
+    k, v = torch.randn(2, given[-1][0].values().shape[0], *keys.pool.shape[2:], device=device).to(keys.pool.dtype)
+    ways["keys"] = lambda: keys.extended(k, v)
     row: dict[str, Any] = {"error": errors[0], "whole_error": errors[1], "cache_bytes": cache.bytes}
+    row["keys_bytes"] = 2 * keys.total * keys.pool[0].nbytes
     for name, way in ways.items():
         if device == "cuda":
             row[name] = {**replay_us(way), "eager_us": eager_us(way, 20)}

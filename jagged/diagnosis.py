@@ -274,6 +274,19 @@ def _grouped_linear(device: torch.device, backend: str) -> None:
     _same(ours, mixed.square().mean(), tuple(leaves))
 
 
+def _hstu(device: torch.device, backend: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (5, 6), (24, 6), (24,), (6,), (6,), (6, 6), (6,)
+    leaves = [torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in shapes]
+    x, weight, bias, scale, shift, last, term = leaves
+    u, v, q, k = jagged.ops.hstu_projection(x, weight, bias, 2, backend=backend)
+    ours = jagged.ops.hstu_output(v * q + k, u, x, scale, shift, last, term, backend=backend).square().mean()
+    silu, norm = torch.nn.functional.silu, torch.nn.functional.layer_norm
+    gate, value, query, key = silu(x @ weight.T + bias).chunk(4, 1)
+    expected = x + (norm(value * query + key, (6,), scale, shift, 1e-6) * gate) @ last.T + term
+    _same(ours, expected.square().mean(), tuple(leaves))
+
+
 def _layer_norm(device: torch.device, backend: str) -> None:
     from jagged.ops.layer_norm import layer_norm
 
@@ -409,6 +422,7 @@ _FAMILIES = {
     "group_sparse": _group_sparse,
     "linear_bce": _linear_bce,
     "grouped_linear": _grouped_linear,
+    "hstu": _hstu,
     "layer_norm": _layer_norm,
     "linear": _linear,
     "attention": _attention,

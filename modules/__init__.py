@@ -38,6 +38,7 @@ from jagged.modules.sampling import (
 )
 from jagged.modules.scalable import ScalableCrossEntropyHead
 from jagged.modules.shared_tables import share_tables
+from jagged.modules.shortening import KeptRows, StochasticLength, latest_rows
 from jagged.modules.split import RowSplit, SplitEmbeddingCollection
 from jagged.modules.target_attention import TargetAttention
 from jagged.modules.targets import ItemMasking, MaskedItems, next_item_targets
@@ -62,6 +63,7 @@ __all__ = [
     "JaggedPooling",
     "JaggedSelfAttention",
     "JaggedTransformerBlock",
+    "KeptRows",
     "LabelGroups",
     "LayerNorm",
     "LogUniformSampler",
@@ -81,12 +83,14 @@ __all__ = [
     "ScheduledEmbeddingCollection",
     "ScheduledEmbeddingCollectionSharder",
     "SplitEmbeddingCollection",
+    "StochasticLength",
     "TargetAttention",
     "TimeEncoding",
     "UniformSampler",
     "group_at_random",
     "group_by_embedding",
     "group_by_frequency",
+    "latest_rows",
     "next_item_targets",
     "replace_embeddings",
     "share_tables",

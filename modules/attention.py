@@ -176,7 +176,7 @@ class JaggedSelfAttention(JaggedModule):
             raise ValueError(f"num_contextual={self.num_contextual}: contextual rows see the history, which changes")
         weight = self.qkv_projection.weight
         width = self.qkv_projection.in_features // self.num_heads
-        return CachedShape(self.num_key_heads, width, weight.dtype, weight.device, self.time_bias is not None)
+        return CachedShape(self.num_key_heads, width, weight.dtype, weight.device, self.time_bias is not None, self.rotary)
 
     def forward(
         self,
@@ -194,12 +194,14 @@ class JaggedSelfAttention(JaggedModule):
         if self.rotary:
             qk, v = qkv.split((heads[0] + heads[1], heads[2]), 1)
             positions = positions_with_targets(offsets, values.shape[0], num_targets) if cached is None else cached.positions
+            # Where a block is rotary, its cache has them.
+            assert positions is not None
             q, k = rotate(qk, positions).split(heads[:2], 1)
         else:
             q, k, v = qkv.split(heads, 1)
         k_offsets = k_times = None
         if cached is not None:
-            (k, v), k_offsets, k_times = cached.extended(k, v), cached.offsets, cached.times
+            k, v, k_offsets, k_times = cached.extended(k, v)
         attended = jagged_attention(
             q,
             k,

@@ -20,36 +20,43 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.jagged_tensor import check_samples, with_values
-from jagged.ops import jagged_concat, jagged_split, row_positions, sample_of_row, validate_offsets
+from jagged.modules.positions import PositionalEncoding, positions_with_targets
+from jagged.ops import extend_pages, jagged_concat, jagged_split, sample_of_row, validate_offsets
 
 _BYTES_OF_TIME = 8
 IntArray = npt.NDArray[np.int64]
 
 
 class CachedKeys(NamedTuple):
-    """Of one layer and a batch: where keys and values of earlier rows are, and where those of the batch's own belong.
+    """Of one layer and a batch: the pages in which keys and values of earlier rows are, and those of the new events belong.
 
     Attributes:
         pool: `[pages * page_rows, 2, Hkv, D]`, keys and values of all users.
-        rows: `[Sk]`, the row of `pool` of each key, whatever one where the key is the batch's own.
-        places: `[S]`, where among the keys each of the batch's rows stands.
-        kept: `[n]`, the batch's rows that are kept, and `slots` `[n]`, their rows of `pool`.
+        pages: `[B, P]`, each user's.
+        own_offsets: `[B + 1]`, of the batch's own rows.
+        kept_offsets: `[B + 1]`, of those of them that are kept, each sample's first ones.
         offsets: `[B + 1]`, each sample's keys.
-        positions: `[S]`, of the batch's rows among all of their sample's; all candidates stand right behind the history.
+        page_rows: rows of a page.
+        total: Sk, how many keys there are.
+        positions: `[S]`, of the batch's rows among all of their sample's; all candidates stand right behind the history. None
+            where no block takes them.
         times: `[Sk]`, of the keys; None without.
     """
 
     pool: Tensor
-    rows: Tensor
-    places: Tensor
-    kept: Tensor
-    slots: Tensor
+    pages: Tensor
+    own_offsets: Tensor
+    kept_offsets: Tensor
     offsets: Tensor
-    positions: Tensor
+    page_rows: int
+    total: int
+    positions: Tensor | None
     times: Tensor | None
 
-    def extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def extended(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return keys and values of all rows of the batch's samples, each `[Sk, Hkv, D]`, and keep the new ones.
+
+        With them come the rows' offsets `[B + 1]`, and their times `[Sk]` where the block takes times.
 
         Args:
             k, v: of the batch's own rows, each `[S, Hkv, D]`.
@@ -61,21 +68,32 @@ class CachedKeys(NamedTuple):
             raise TypeError(
                 f"dtype: the cache keeps {self.pool.dtype}, got keys of {k.dtype}; make the cache with dtype={k.dtype}"
             )
-        own = torch.stack((k, v), 1)
-        found = self.pool.index_select(0, self.rows).index_copy_(0, self.places, own)
-        # Without history of autograd, where somebody calls a block with gradients.
-        self.pool.index_copy_(0, self.slots, own.detach().index_select(0, self.kept))
-        return found[:, 0], found[:, 1]
+        found = self._joined(self.pool, k, v)
+        return found[:, 0], found[:, 1], self.offsets, self.times
+
+    def with_times(self, kept: Tensor, times: Tensor) -> CachedKeys:
+        """Return them with the times of all keys, and keep the new ones.
+
+        Args:
+            kept: `[pages * page_rows]`, of all users.
+            times: `[S]`, of the batch's own rows.
+        """
+        return self._replace(times=self._joined(kept, times))
+
+    def _joined(self, pool: Tensor, first: Tensor, second: Tensor | None = None) -> Tensor:
+        offsets = self.own_offsets, self.kept_offsets, self.offsets
+        return extend_pages(pool, self.pages, first, second, *offsets, page_rows=self.page_rows, total=self.total)
 
 
 class CachedShape(NamedTuple):
-    """Of a block: heads, width, dtype and device of the keys that `HistoryCache` keeps, and whether it takes times of rows."""
+    """Of a block: heads, width, dtype and device of the keys that `HistoryCache` keeps, and what of rows else it takes."""
 
     heads: int
     width: int
     dtype: torch.dtype
     device: torch.device
     takes_times: bool
+    takes_positions: bool = False
 
 
 @dataclass
@@ -127,15 +145,16 @@ class HistoryCache:
     Args:
         blocks: `HSTUBlock`, `JaggedTransformerBlock` or `JaggedSelfAttention`, run one after the other; best the model's own
             `nn.ModuleList`. What an event becomes may not depend on later ones: refused are blocks that are not causal or have
-            contextual rows, and HSTU without a `normalizer`. Of what stands before them `PositionalEncoding` is to be left out,
-            as it counts from the end, which moves with each event; `rotary`, `max_distance` and `num_time_buckets` go by what is
-            between two rows.
-        model: the module that makes events' rows and has the blocks; all its weights are watched. None where rows are made of no
-            weights: then those of the blocks are. A write is seen where PyTorch counts it, and after a step of an optimizer of
-            PyTorch. Not seen are writes through `.data`, steps that are replayed by CUDA graphs, updates in backward passes
+            contextual rows, and HSTU without a `normalizer`. What stands before them may not depend on later events either:
+            `PositionalEncoding` does, as it counts from the end, which moves with each event; `rotary`, `max_distance` and
+            `num_time_buckets` go by what is between two rows.
+        model: the module that makes events' rows and has the blocks; all its weights are watched. One with a `PositionalEncoding`
+            is refused: give an `nn.ModuleList` of the blocks and of the parts that make rows without it. None where rows are made
+            of no weights: then those of the blocks are. A write is seen where PyTorch counts it, and after a step of an optimizer
+            of PyTorch. Not seen are writes through `.data`, steps that are replayed by CUDA graphs, updates in backward passes
             without a step beside them, and hooks and adapters: call `clear` after them.
         max_bytes: for keys, values and times on the device.
-        page_rows: events of a page. A user has whole pages, so half of one is lost on average.
+        page_rows: events of a page, best a multiple of 8. A user has whole pages, so half of one is lost on average.
         dtype: of keys and values; None for that of the blocks' weights. Under autocast it is autocast's.
 
     Attributes:
@@ -144,7 +163,7 @@ class HistoryCache:
 
     Raises:
         ValueError: no block, one that cannot be cached, on the device "meta" or another one than the first; less than a page's
-            bytes; weights of inference mode.
+            bytes; weights of inference mode; a model with a `PositionalEncoding`.
         TypeError: blocks that are none, bytes or rows that are no integers, a dtype that is not a floating one.
 
     Example:
@@ -205,6 +224,7 @@ class HistoryCache:
             raise ValueError(f"max_bytes: expected {page_bytes:,} or more, a page of {page_rows} rows, got {max_bytes:,}")
         self.bytes = self.num_pages * page_bytes
         self._watched = self.blocks if model is None else [model, *self.blocks]
+        _check_positions(self._watched)
         _count_steps()
         self._seen, self._writes = self._looked(), 0
         rows = self.num_pages * page_rows
@@ -354,12 +374,19 @@ class HistoryCache:
             raise ValueError(f"events: expected rows on {self._device}, where the cache is, got {events.device}")
         wants_times = any(shape.takes_times for shape in self._shapes)
         own = _Own.of(events, candidates, times, candidate_times, len(batch.users), wants_times)
-        known, new_offsets = _on_device((batch.known, batch.offsets), self._device)
+        known_offsets = nn.functional.pad(batch.known.cumsum(0), (1, 0))
+        known_offsets, new_offsets = _on_device((known_offsets, batch.offsets), self._device)
         values, offsets, targets, when = own.joined(new_offsets)
         # All that can be refused has been: from here on others may lose their pages.
         (pages,) = _on_device((self._seat(batch),), self._device)
-        totals = num_new, values.shape[0], int(batch.known.sum())
-        layout = self._layout(known, new_offsets, pages, offsets, targets, when, totals)
+        total = int(batch.known.sum()) + values.shape[0]
+        k_offsets = offsets + known_offsets
+        layout = CachedKeys(self._pools[0], pages, offsets, new_offsets, k_offsets, self.page_rows, total, None, None)
+        if any(shape.takes_positions for shape in self._shapes):
+            behind = known_offsets.diff().index_select(0, sample_of_row(offsets, values.shape[0]))
+            layout = layout._replace(positions=behind + positions_with_targets(offsets, values.shape[0], targets))
+        if when is not None:
+            layout = layout.with_times(self._times, when)
         x = JaggedTensor(values=values, offsets=offsets)
         for block, shape, pool in zip(self.blocks, self._shapes, self._pools, strict=True):
             of_block = layout._replace(pool=pool, times=layout.times if shape.takes_times else None)
@@ -388,8 +415,7 @@ class HistoryCache:
         now = self._looked()
         if now != self._seen:
             self.clear()
-            for place, block in enumerate(self.blocks):
-                _cached_shape(block, place)
+            self._shapes = [_cached_shape(block, place) for place, block in enumerate(self.blocks)]
             self._seen = now
             self._writes += 1
 
@@ -441,44 +467,6 @@ class HistoryCache:
             table[place, :need] = history.pages
         return torch.from_numpy(table)
 
-    def _layout(
-        self,
-        known: Tensor,
-        new_offsets: Tensor,
-        pages: Tensor,
-        offsets: Tensor,
-        targets: Tensor | None,
-        times: Tensor | None,
-        totals: tuple[int, int, int],
-    ) -> CachedKeys:
-        """Return where a batch's keys are and belong, in the first layer; the times of its new events are kept.
-
-        Args:
-            known: of each user, `[B]`; new_offsets: of new events, `[B + 1]`; pages: of each user, `[B, most]`.
-            offsets: of new events and candidates; targets: how many are candidates, `[B]`; times: of both.
-            totals: how many new events, rows of the batch, and cached rows of its users there are.
-        """
-        num_new, num_rows, num_known = totals
-        sample, new_sample = sample_of_row(offsets, num_rows), sample_of_row(new_offsets, num_new)
-        places, new_places = row_positions(offsets, num_rows) + known[sample], row_positions(new_offsets, num_new)
-        k_offsets = offsets + nn.functional.pad(known.cumsum(0), (1, 0))
-        rows = self._rows(pages, sample_of_row(k_offsets, num_known + num_rows), row_positions(k_offsets, num_known + num_rows))
-        kept = offsets[new_sample] + new_places
-        slots = self._rows(pages, new_sample, known[new_sample] + new_places)
-        among_keys = k_offsets[sample] + places
-        if targets is not None:
-            places = places.minimum((known + new_offsets.diff())[sample])
-        k_times = None
-        if times is not None:
-            k_times = self._times.index_select(0, rows).index_copy_(0, among_keys, times)
-            self._times.index_copy_(0, slots, times.index_select(0, kept))
-        return CachedKeys(self._pools[0], rows, among_keys, kept, slots, k_offsets, places, k_times)
-
-    def _rows(self, pages: Tensor, samples: Tensor, places: Tensor) -> Tensor:
-        """Return rows of the pools. Places of candidates may lie beyond their user's last page, and have any."""
-        page = (places // self.page_rows).clamp(max=pages.shape[1] - 1)
-        return pages[samples, page] * self.page_rows + places % self.page_rows
-
 
 class _Own(NamedTuple):
     """A batch's own rows: new events `[n, D]` and candidates, and the times of both."""
@@ -527,10 +515,11 @@ class _Own(NamedTuple):
             rows, of_candidates = self.candidates.values(), self.candidates.offsets().to(torch.int64)
         sides = [new_offsets, of_candidates]
         values, offsets = jagged_concat([self.events, rows], sides)
+        targets = new_offsets.new_full((rows.shape[0],), rows.shape[1]) if of_candidates is None else of_candidates.diff()
         if when is not None:
             assert self.candidate_times is not None
             when, _ = jagged_concat([when, self.candidate_times.to(torch.int64)], sides)
-        return values, offsets, offsets.diff() - new_offsets.diff(), when
+        return values, offsets, targets, when
 
     def split(self, rows: Tensor, new_offsets: Tensor) -> tuple[Tensor, JaggedTensor | Tensor | None]:
         """Return what has become of the events, and of the candidates in the form in which they were given."""
@@ -568,6 +557,17 @@ def _check_keys(name: str, keys: Sequence[Any]) -> None:
             hash(key)
         except TypeError:
             raise TypeError(f"{name}: expected what can be hashed, got a {type(key).__name__}; take a tuple") from None
+
+
+def _check_positions(modules: Sequence[nn.Module]) -> None:
+    """Refuse positions from the end, with which an event changes all rows before it."""
+    for module in modules:
+        for name, part in module.named_modules():
+            if isinstance(part, PositionalEncoding):
+                raise ValueError(
+                    f"model: expected rows that do not depend on later ones, got a PositionalEncoding{name and f', {name!r}'}, "
+                    "which counts from the end; pass an nn.ModuleList of the blocks, and of what makes rows without it"
+                )
 
 
 def _cached_shape(block: nn.Module, place: int) -> CachedShape:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal, cast
+
 import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
@@ -11,8 +14,13 @@ from jagged.modules.history_cache import CachedKeys, CachedShape
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import check_width, with_values
 from jagged.modules.layer_norm import LayerNorm
-from jagged.modules.linear import apply_layer
-from jagged.ops import Window, jagged_hstu_attention
+from jagged.modules.linear import apply_layer, are_plain
+from jagged.modules.recompute import computed_again
+from jagged.ops import Window, hstu_output, hstu_projection, jagged_hstu_attention
+
+NORMS = ("layer", "group", "rms")
+# Added to variances, of numbers that are small.
+EPS = 1e-6
 
 
 class HSTUBlock(JaggedModule):
@@ -22,7 +30,7 @@ class HSTUBlock(JaggedModule):
 
         u, v, q, k = silu(f1(norm(x)))
         a_i = sum_j silu(q_i . k_j / sqrt(head_dim) + relative_bias + time_bias) v_j / n
-        y = x + f2(dropout(norm(a) * u))
+        y = x + f2(dropout(norm(a) * u))    or, with `concat_ua`, x + f2(dropout([u, a, norm(a) * u]))
 
     where j runs over the rows that row i sees, and n is the sample's number of rows or `normalizer`. Weights do not add up to
     one, so that a says how much was found, too.
@@ -38,6 +46,9 @@ class HSTUBlock(JaggedModule):
         window: a row sees only rows fewer than `window` places away, or at most `left` of a pair `(left, right)`; None for all
             before it.
         num_contextual: the first so many rows of a sample see its whole history and are in everyone's window.
+        global_prefix: with a `window`, the first so many rows are in the window of all rows behind them.
+        windowed_context: with `num_contextual` and a `window`, contextual rows are hidden from rows farther away than the window,
+            for which they all stand at place `num_contextual - 1`, in place of being in everyone's.
         max_distance: add to the scores a learned number for each head and distance between rows (`relative_bias`,
             `[H, 2 * max_distance + 1]`), where all targets stand right behind the history; distances beyond count as
             `max_distance`. None for no such bias.
@@ -46,6 +57,10 @@ class HSTUBlock(JaggedModule):
             to it. None for no such bias.
         dropout: probability, applied to what f2 reads.
         normalizer: n, for all samples; None for each sample's own number of rows.
+        concat_ua: f2 reads u and a, too.
+        norm: `"layer"`; `"group"`, where a's heads are normalised by themselves; or `"rms"`, RMSNorm of x and of a.
+        recompute: compute f1 again in backward, in place of keeping for it four rows of `num_heads * head_dim` numbers for each
+            of x. Nothing is kept of what f2 reads, with or without, where `jagged.ops.hstu_output` has a kernel.
         device: where parameters live; `"meta"` allocates nothing.
 
     Shape:
@@ -55,14 +70,17 @@ class HSTUBlock(JaggedModule):
 
     Raises:
         ValueError: without `head_dim`, `num_heads` does not divide `embedding_dim`; rows of another width; a window, contextual
-            rows, targets, distances, buckets or a normalizer out of range; no times where there are time buckets, or times where
-            there are none.
+            rows, targets, distances, buckets or a normalizer out of range; another norm; no times where there are time buckets,
+            or times where there are none.
 
     Source:
         Zhai et al., Actions Speak Louder than Words: Trillion-Parameter Sequential Transducers for Generative Recommendations,
         ICML 2024, equations 1 to 3. As in its published implementation f1 and the biases of scores are drawn from a normal
         distribution of standard deviation 0.02, f2 after Glorot and Bengio (uniform), and the norms, which see small numbers,
         add 1e-6 to the variance. There is a scale, and a bias of f1, which starts from 0, where the implementation has none.
+        To it `max_attn_len` is `window - 1` here, with `windowed_context`; its group norm has one scale for a head, here each
+        column has one, as `torch.nn.GroupNorm`'s. ULTRA-HSTU's window of K1 rows and prefix of K2 are `window` and
+        `global_prefix`.
 
     Example:
         >>> import torch
@@ -75,7 +93,10 @@ class HSTUBlock(JaggedModule):
         torch.Size([7, 32])
     """
 
-    shown = ("num_heads", "window", "num_contextual", "max_distance", "num_time_buckets", "normalizer")
+    shown = (
+        "num_heads", "window", "num_contextual", "global_prefix", "windowed_context", "max_distance", "num_time_buckets",
+        "normalizer", "concat_ua", "norm", "recompute",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -85,13 +106,20 @@ class HSTUBlock(JaggedModule):
         head_dim: int | None = None,
         window: Window | None = None,
         num_contextual: int = 0,
+        global_prefix: int = 0,
+        windowed_context: bool = False,
         max_distance: int | None = None,
         num_time_buckets: int | None = None,
         dropout: float = 0.0,
         normalizer: float | None = None,
+        concat_ua: bool = False,
+        norm: Literal["layer", "group", "rms"] = "layer",
+        recompute: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if norm not in NORMS:
+            raise ValueError(f"norm: expected one of {', '.join(NORMS)}, got {norm!r}")
         if num_heads < 1 or (head_dim is None and embedding_dim % num_heads):
             raise ValueError(
                 f"num_heads: expected a divisor of embedding_dim {embedding_dim}, got {num_heads}; heads share it, unless "
@@ -102,23 +130,28 @@ class HSTUBlock(JaggedModule):
         self.num_heads = num_heads
         self.window = window
         self.num_contextual = num_contextual
+        self.global_prefix = global_prefix
+        self.windowed_context = windowed_context
         self.max_distance = max_distance
         self.num_time_buckets = num_time_buckets
         self.normalizer = normalizer
+        self.concat_ua = concat_ua
+        self.norm = norm
+        self.recompute = recompute
         self.relative_bias, self.time_bias = bias_parameters(num_heads, max_distance, num_time_buckets, device)
         width = num_heads * (embedding_dim // num_heads if head_dim is None else head_dim)
-        self.input_norm = LayerNorm(embedding_dim, 1e-6, autocast_output=True, device=device)
+        self.input_norm: nn.Module = _norm("rms" if norm == "rms" else "layer", embedding_dim, 1, device)
         self.uvqk_projection = nn.Linear(embedding_dim, 4 * width, device=device)
-        self.attention_norm = LayerNorm(width, 1e-6, autocast_output=True, device=device)
-        self.output_projection = nn.Linear(width, embedding_dim, device=device)
+        self.attention_norm: nn.Module = _norm(norm, width, num_heads, device)
+        self.output_projection = nn.Linear(3 * width if concat_ua else width, embedding_dim, device=device)
         self.dropout = nn.Dropout(dropout)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw new weights, as the class's source says."""
         draw_biases(self.relative_bias, self.time_bias)
-        self.input_norm.reset_parameters()
-        self.attention_norm.reset_parameters()
+        for norm in (self.input_norm, self.attention_norm):
+            norm.reset_parameters()  # type: ignore[operator]
         nn.init.normal_(self.uvqk_projection.weight, std=0.02)
         nn.init.xavier_uniform_(self.output_projection.weight)
         nn.init.zeros_(self.uvqk_projection.bias)
@@ -147,14 +180,12 @@ class HSTUBlock(JaggedModule):
     ) -> JaggedTensor:
         """Attend within each sample, and to the `cached` rows before it; add what the gates let through."""
         values = x.values()
-        check_width("x", values, self.input_norm.normalized_shape[0])
+        check_width("x", values, self.uvqk_projection.in_features)
         check_times(times, self.time_bias)
-        projected = nn.functional.silu(apply_layer(self.uvqk_projection, self.input_norm(values)))
-        # [sum L, H, head_dim] each: views of one tensor, which the kernels take as they stand.
-        u, v, q, k = projected.unflatten(1, (4, self.num_heads, -1)).unbind(1)
+        u, v, q, k = self._projected(_normalised(self.input_norm, values))
         k_offsets = k_times = None
         if cached is not None:
-            (k, v), k_offsets, k_times = cached.extended(k, v), cached.offsets, cached.times
+            k, v, k_offsets, k_times = cached.extended(k, v)
         attended = jagged_hstu_attention(
             q,
             k,
@@ -164,11 +195,65 @@ class HSTUBlock(JaggedModule):
             window=self.window,
             num_targets=num_targets,
             num_contextual=self.num_contextual,
+            global_prefix=self.global_prefix,
+            windowed_context=self.windowed_context,
             relative_bias=self.relative_bias,
             time_bias=self.time_bias,
             times=times,
             k_times=k_times,
             normalizer=self.normalizer,
         )
-        gated = self.attention_norm(attended.flatten(1)) * u.flatten(1)
-        return with_values(x, values + apply_layer(self.output_projection, self.dropout(gated)))
+        return with_values(x, self._output(attended, u, values))
+
+    def _projected(self, normal: Tensor) -> Sequence[Tensor]:
+        """Return gates, values, queries and keys, `[sum L, H, head_dim]`."""
+        layer = self.uvqk_projection
+        if are_plain(normal, layer) and layer.bias is not None:
+            return hstu_projection(normal, layer.weight, layer.bias, self.num_heads, recompute=self.recompute)
+
+        def project(rows: Tensor) -> Tensor:
+            return nn.functional.silu(apply_layer(layer, rows))
+
+        projected = computed_again((layer,), project, normal) if self.recompute else project(normal)
+        # Views of one tensor, which the kernels take as they stand.
+        parts: Sequence[Tensor] = projected.unflatten(1, (4, self.num_heads, -1)).unbind(1)
+        return parts
+
+    def _output(self, attended: Tensor, u: Tensor, values: Tensor) -> Tensor:
+        """Add to rows what the gates let through."""
+        layer, norm, dropout = self.output_projection, self.attention_norm, self.dropout
+        if are_plain(values, layer, norm, dropout) and layer.bias is not None:
+            return hstu_output(
+                attended,
+                u,
+                values,
+                cast(Tensor, norm.weight),
+                cast(Tensor | None, getattr(norm, "bias", None)),
+                layer.weight,
+                layer.bias,
+                eps=EPS,
+                num_groups=self.num_heads if self.norm == "group" else 1,
+                centred=self.norm != "rms",
+                concat=self.concat_ua,
+                dropout_p=dropout.p if dropout.training else 0.0,
+            )
+        attended, u = attended.flatten(1), u.flatten(1)
+        gated = _normalised(norm, attended) * u
+        if self.concat_ua:
+            gated = torch.cat([u, attended, gated], 1)
+        return values + apply_layer(layer, dropout(gated))
+
+
+def _normalised(norm: nn.Module, rows: Tensor) -> Tensor:
+    """Return what a norm makes of rows; PyTorch's RMSNorm takes no other dtype than its weight's, and autocast does not cast."""
+    if isinstance(norm, nn.RMSNorm):
+        rows = rows.to(norm.weight.dtype)
+    return cast(Tensor, norm(rows))
+
+
+def _norm(kind: str, width: int, num_heads: int, device: torch.device | str | None) -> nn.Module:
+    if kind == "layer":
+        return LayerNorm(width, EPS, autocast_output=True, device=device)
+    if kind == "group":
+        return nn.GroupNorm(num_heads, width, EPS, device=device)
+    return nn.RMSNorm(width, EPS, device=device)

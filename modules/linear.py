@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooked
 
+from jagged.modules.layer_norm import LayerNorm
 from jagged.ops import linear
-
-_FORWARD = nn.Linear.forward
 
 
 def apply_layer(layer: nn.Module, x: Tensor) -> Tensor:
@@ -19,9 +18,17 @@ def apply_layer(layer: nn.Module, x: Tensor) -> Tensor:
     The layer stays PyTorch's, so that what exchanges layers by their type finds it, as quantisation does. It is called where
     something else stands in its place, where anybody has changed or watches its calls, and where a program is traced or compiled.
     """
-    if not _is_run_on_gpu(x) or not _is_plain(layer):
+    if not isinstance(layer, nn.Linear) or not are_plain(x, layer):
         return cast(Tensor, layer(x))
-    return linear(x, cast(nn.Linear, layer).weight, cast(nn.Linear, layer).bias)
+    return linear(x, layer.weight, layer.bias)
+
+
+def are_plain(x: Tensor, *parts: nn.Module) -> bool:
+    """Return whether a kernel may compute in place of modules of PyTorch's, from their parameters.
+
+    It may on a GPU, where nobody has changed or watches their calls, and makes no program of them.
+    """
+    return _is_run_on_gpu(x) and all(map(_is_plain, parts))
 
 
 def _is_run_on_gpu(x: Tensor) -> bool:
@@ -29,17 +36,24 @@ def _is_run_on_gpu(x: Tensor) -> bool:
     return isinstance(x, Tensor) and x.is_cuda and not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None
 
 
-def _is_plain(layer: nn.Module) -> bool:
-    if type(layer) is not nn.Linear or getattr(layer.forward, "__func__", None) is not _FORWARD:
+# By type the call that a kernel stands for. Types derived from these may do anything.
+_FORWARDS: dict[type[nn.Module], Any] = {
+    kind: kind.forward for kind in (nn.Linear, nn.Dropout, nn.GroupNorm, nn.RMSNorm, LayerNorm)
+}
+
+
+def _is_plain(part: nn.Module) -> bool:
+    forward = _FORWARDS.get(type(part))
+    if forward is None or getattr(part.forward, "__func__", None) is not forward:
         return False
-    own = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
+    own = part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
     of_all = (
         hooked._global_forward_hooks,
         hooked._global_forward_pre_hooks,
         hooked._global_backward_hooks,
         hooked._global_backward_pre_hooks,
     )
-    return layer._compiled_call_impl is None and not any(own) and not any(of_all)
+    return part._compiled_call_impl is None and not any(own) and not any(of_all)
 
 
 class Layers(nn.Sequential):

@@ -20,6 +20,7 @@ from jagged.ops.bmm import (
 from jagged.ops.catalogue_topk import catalogue_topk
 from jagged.ops.conversion import (
     dense_to_jagged,
+    extend_pages,
     jagged_concat,
     jagged_index_select,
     jagged_slice,
@@ -63,6 +64,7 @@ from jagged.ops.group_sparse import (
 )
 from jagged.ops.grouped_linear import grouped_linear, mix_groups
 from jagged.ops.host_rows import SeatedRows, claim_rows, exchange_rows, seat_rows
+from jagged.ops.hstu import hstu_output, hstu_projection
 from jagged.ops.layer_norm import layer_norm
 from jagged.ops.linear import linear
 from jagged.ops.linear_bce import linear_bce
@@ -107,12 +109,15 @@ __all__ = [
     "drawn_negatives",
     "embedding_bags",
     "exchange_rows",
+    "extend_pages",
     "from_nested",
     "group_sparse_bce",
     "group_sparse_cross_entropy",
     "group_sparse_linear",
     "group_sparse_topk",
     "grouped_linear",
+    "hstu_output",
+    "hstu_projection",
     "jagged2_softmax",
     "jagged_attention",
     "jagged_concat",
@@ -163,6 +168,8 @@ for _name in (
     "group_sparse_linear",
     "group_sparse_topk",
     "grouped_linear",
+    "hstu_output",
+    "hstu_projection",
     "jagged2_softmax",
     "jagged_attention",
     "jagged_concat",

@@ -28,17 +28,21 @@ def test_what_it_measures() -> None:
     assert row["times"]["eager"] == row["whole"]["eager_us"]["mean"] / row["cached"]["eager_us"]["mean"]
     # Sixty-four rows of two heads of sixteen more than the events, so that no user is given up.
     assert row["cache_bytes"] >= 3 * size.events * (2 * size.width * 2 + 8)
+    # Keys and values of 64 events and 4 candidates of three users, in 16 bits, read and written.
+    assert row["keys_bytes"] == 2 * 3 * 68 * 2 * size.width * 2
+    assert row["keys"]["eager_us"]["mean"] > 0
     assert scoring["users"] == size.users[-1]
     for name in ("cached", "whole"):
         assert 0 < scoring[name]["p50_ms"] <= scoring[name]["p99_ms"]
 
 
 def test_wrong_keys_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the cached rows were those of the events before; before the first one is what nobody wrote."""
+    """As if each key were that of the row before."""
     extended = CachedKeys.extended
 
-    def wrong(self: CachedKeys, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return extended(self._replace(rows=(self.rows - 1).clamp(min=0)), k, v)
+    def wrong(self: CachedKeys, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        keys, *others = extended(self, k, v)
+        return keys.roll(1, 0), *others
 
     monkeypatch.setattr(CachedKeys, "extended", wrong)
     message = r"^3 users: cached (nan|\d\.\de[+-]\d\d) from float32, whole histories \d\.\de[+-]\d\d$"

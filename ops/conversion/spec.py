@@ -1,4 +1,7 @@
-"""The operators of conversions. Each is linear and its gradient is another one, so gradients of any order are right."""
+"""The operators of conversions. Each is linear and its gradient is another one, so gradients of any order are right.
+
+`extend_pages` alone has none: it changes what it reads.
+"""
 
 from __future__ import annotations
 
@@ -61,6 +64,22 @@ class Selection(NamedTuple):
     new_offsets: Tensor
 
 
+class Pages(NamedTuple):
+    """Rows in pages, and new ones behind them.
+
+    `pool` `[R, *F]`, or `[R, 2, *F]` where a row has a second half; `pages` `[B, P]`: each sample's, by their numbers; `first`
+    and `second` `[S, *F]`: both halves of new rows; `[B + 1]` each: offsets of new rows, of those that are kept, and of all.
+    """
+
+    pool: Tensor
+    pages: Tensor
+    first: Tensor
+    second: Tensor | None
+    offsets: Tensor
+    kept_offsets: Tensor
+    joined_offsets: Tensor
+
+
 class Plain(NamedTuple):
     """None."""
 
@@ -88,6 +107,13 @@ class Part(NamedTuple):
     """Which part, and how many rows come out."""
 
     part: int
+    total: int
+
+
+class Paging(NamedTuple):
+    """Rows of a page, and how many rows come out."""
+
+    page_rows: int
     total: int
 
 
@@ -332,5 +358,16 @@ INDEX_SELECT_BACKWARD = operator(
     triton=f"{_TRITON}:index_select_backward",
     gradient=_of_index_select_backward,
     saved=("offsets", "indices", "new_offsets"),
+    float64_on_triton=True,
+)
+EXTEND_PAGES = operator(
+    "extend_pages",
+    Pages,
+    Paging,
+    Taken,
+    shapes=lambda x, o: Taken(x.pool.new_empty(o.total, *x.pool.shape[1:])),
+    torch=f"{_TORCH}:extend_pages",
+    triton="jagged.ops.conversion.copies:extend_pages",
+    mutates=("pool",),
     float64_on_triton=True,
 )

@@ -15,6 +15,8 @@ from jagged.ops.conversion.spec import (
     Joined,
     Padded,
     Padding,
+    Pages,
+    Paging,
     Pair,
     Part,
     Parts,
@@ -91,6 +93,27 @@ def index_select_backward(x: Selection, o: Total) -> Taken:
     if o.total and x.indices.shape[0]:
         sums.index_add_(0, _selected_rows(x, x.values.shape[0], o.total), x.values.to(sums.dtype))
     return Taken(sums.to(x.values.dtype))
+
+
+def extend_pages(x: Pages, o: Paging) -> Taken:
+    """Put new rows behind those in pages, and the first of them into pages, too."""
+    samples = sample_of_row(x.joined_offsets, o.total)
+    positions = position_of_row(x.joined_offsets, samples)
+    known = x.joined_offsets.diff() - x.offsets.diff()
+    is_known = positions < known[samples]
+    is_kept = ~is_known & (positions < (known + x.kept_offsets.diff())[samples])
+    pages = x.pages.to(torch.int64)
+
+    def places(chosen: Tensor) -> Tensor:
+        at = positions[chosen]
+        return pages[samples[chosen], at // o.page_rows] * o.page_rows + at % o.page_rows
+
+    joined = x.pool.new_empty(o.total, *x.pool.shape[1:])
+    joined[is_known] = x.pool.index_select(0, places(is_known))
+    # What is not in pages are the new rows, in their order.
+    joined[~is_known] = x.first if x.second is None else torch.stack((x.first, x.second), 1)
+    x.pool.index_copy_(0, places(is_kept), joined[is_kept])
+    return Taken(joined)
 
 
 def _stacked(offsets: Sequence[Tensor | None], totals: Sequence[int]) -> Tensor:

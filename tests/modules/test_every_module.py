@@ -45,6 +45,7 @@ from jagged.modules import (
     SampledCrossEntropyHead,
     Sampler,
     ScalableCrossEntropyHead,
+    StochasticLength,
     TargetAttention,
     TimeEncoding,
     UniformSampler,
@@ -101,6 +102,12 @@ def masked(module: ItemMasking, x: Inputs) -> Tensor:
     return torch.where(hidden[:, None], x.rows.values(), 0)
 
 
+def shortened(module: StochasticLength, x: Inputs) -> Tensor:
+    """A row of each sample, so that their number is known."""
+    lengths = torch.ones_like(x.items.offsets()[1:])
+    return x.rows.values()[module(x.items, lengths, x.targets.shape[0]).rows]
+
+
 CASES = {
     "self-attention": Case(
         lambda: JaggedSelfAttention(
@@ -121,6 +128,8 @@ CASES = {
         lambda: HSTUBlock(DIM, 2, max_distance=3, num_time_buckets=5, dropout=0.2, normalizer=7),
         lambda module, x: module(x.rows, 1, times=x.items.values()).values(),
     ),
+    "hstu that computes again": on_rows(lambda: HSTUBlock(DIM, 2, concat_ua=True, norm="group", dropout=0.2, recompute=True)),
+    "hstu of root mean squares": on_rows(lambda: HSTUBlock(DIM, 2, norm="rms", window=2, global_prefix=1)),
     "layer norm": Case(lambda: LayerNorm(DIM, autocast_output=True), lambda module, x: module(x.rows.values())),
     "positions": Case(lambda: PositionalEncoding(4, DIM), lambda module, x: module(x.rows, num_targets=1).values()),
     "mlp": Case(
@@ -139,6 +148,7 @@ CASES = {
         f"{kind} pooling": Case(functools.partial(JaggedPooling, DIM, kind), lambda module, x: module(x.rows))
         for kind in ("sum", "mean", "max", "last", "softmax")
     },
+    "stochastic length": Case(lambda: StochasticLength(4, 1.0), shortened),
     "masking": Case(lambda: ItemMasking(ITEMS - 1, 0.5), masked),
     "cut head": of_head(lambda: CutCrossEntropyHead(label_smoothing=0.1, softcap=5.0)),
     # Three samples, whose labels are their items.

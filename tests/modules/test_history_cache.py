@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jagged.modules import CachedBatch, HistoryCache, HSTUBlock, JaggedMLP, JaggedSelfAttention, JaggedTransformerBlock
+from jagged.modules import (
+    CachedBatch,
+    HistoryCache,
+    HSTUBlock,
+    JaggedMLP,
+    JaggedSelfAttention,
+    JaggedTransformerBlock,
+    PositionalEncoding,
+)
 from tests.places import PLACE, Place
 
 pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend")
@@ -370,6 +378,16 @@ def test_options_that_are_no_longer_cacheable(place: Place) -> None:
         cache.match(["a"], jagged([[1, 2]]))
 
 
+def test_positions_that_are_taken_later(place: Place) -> None:
+    """An option that takes positions of rows, set when the cache was made."""
+    model = Rows(blocks_of("transformer with a window"))
+    cache = HistoryCache(model.blocks, model=model, max_bytes=10**6)
+    check(cache, model, ["a", "b"], [[1, 2], [4, 5, 6]], [[3], [7, 8]])
+    model.blocks[1].attention.rotary = True
+    for known in ([0, 0], [2, 3]):
+        assert check(cache, model, ["a", "b"], [[1, 2], [4, 5, 6]], [[3], [7, 8]]) == known
+
+
 def test_blocks_with_and_without_times(place: Place) -> None:
     torch.manual_seed(0)
     blocks = nn.ModuleList([blocks_of("hstu", 1)[0], blocks_of("hstu with a window", 1)[0]])
@@ -545,6 +563,21 @@ REFUSED = {
 def test_blocks_that_cannot_be_cached(place: Place, says: str) -> None:
     with raises(ValueError, f"blocks: {says}"):
         HistoryCache(REFUSED[says](), model=None, max_bytes=10**6)
+
+
+def test_positions_from_the_end_are_refused(place: Place) -> None:
+    model = Rows(blocks_of("hstu"))
+    model.before = nn.Sequential(nn.Identity(), PositionalEncoding(8, DIM, device=place.device))
+    says = (
+        "model: expected rows that do not depend on later ones, got a PositionalEncoding{}, which counts from the end; pass an "
+        "nn.ModuleList of the blocks, and of what makes rows without it"
+    )
+    with raises(ValueError, says.format(", 'before.1'")):
+        HistoryCache(model.blocks, model=model, max_bytes=10**6)
+    with raises(ValueError, says.format("")):
+        HistoryCache(model.blocks, model=model.before[1], max_bytes=10**6)
+    cache = HistoryCache(model.blocks, model=nn.ModuleList([model.items, model.blocks]), max_bytes=10**6)
+    assert check(cache, model, ["a"], [[1, 2]], [[3]]) == [0]
 
 
 def test_refusals(place: Place) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from jagged import ops
 from jagged.modules import HSTUBlock
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
@@ -42,7 +43,12 @@ def block_of(*arguments: Any, **options: Any) -> HSTUBlock:
 def cases(draw: st.DrawFn) -> tuple[Jagged, dict[str, Any], int | Tensor | None]:
     """A batch, what its mask is built with, and its targets."""
     batch = draw(jagged_batches(longest=40))
-    options = {"window": draw(st.sampled_from([None, 1, 3, 20])), "num_contextual": draw(st.integers(0, 3))}
+    options: dict[str, Any] = {"window": draw(st.sampled_from([None, 1, 3, 20])), "num_contextual": draw(st.integers(0, 3))}
+    if options["window"] is not None:
+        options["windowed_context"] = options["num_contextual"] > 0 and draw(st.booleans())
+        # Contextual rows that have a place of their own lie in the prefix as a whole or not at all.
+        least = options["num_contextual"] if options["windowed_context"] else 0
+        options["global_prefix"] = draw(st.sampled_from([0, least, least + 2]))
     each = st.lists(st.integers(0, 9), min_size=batch.batch_size, max_size=batch.batch_size)
     numbers = each.map(lambda n: torch.tensor(n, dtype=torch.int32, device=PLACE.device))
     return batch, options, draw(st.one_of(st.none(), st.integers(0, 5), numbers))
@@ -52,18 +58,21 @@ def cases(draw: st.DrawFn) -> tuple[Jagged, dict[str, Any], int | Tensor | None]
 @given(
     cases(), seeds(), st.sampled_from([(3, None), (2, 5), (1, 16)]), st.sampled_from([None, 0, 1, 7, 100]),
     st.sampled_from([None, 1, 3, 96]), st.sampled_from([None, 0.5, 50]), st.sampled_from([3, 12, 45]), st.sampled_from(EXACT),
+    st.booleans(), st.sampled_from(["layer", "group", "rms"]), st.booleans(),
 )  # fmt: skip
 def test_is_the_padded_one(
     place: Place, case: tuple[Jagged, Any, Any], seed: int, heads: tuple[int, int | None], max_distance: int | None,
-    num_time_buckets: int | None, normalizer: float | None, bits: int, dtype: torch.dtype,
+    num_time_buckets: int | None, normalizer: float | None, bits: int, dtype: torch.dtype, concat_ua: bool, norm: Any,
+    recompute: bool,
 ) -> None:  # fmt: skip
     (batch, options, num_targets), (num_heads, head_dim) = case, heads
     torch.manual_seed(seed)
     ours = block_of(
         DIM, num_heads, head_dim=head_dim, max_distance=max_distance, num_time_buckets=num_time_buckets, normalizer=normalizer,
-        **options,
+        concat_ua=concat_ua, norm=norm, recompute=recompute, **options,
     ).to(dtype)  # fmt: skip
-    twin = PaddedHSTUBlock(DIM, num_heads, head_dim or DIM // num_heads, max_distance, num_time_buckets, normalizer)
+    sizes = num_heads, head_dim or DIM // num_heads, max_distance, num_time_buckets
+    twin = PaddedHSTUBlock(DIM, *sizes, normalizer, concat_ua, norm)
     names = list(ours.state_dict())
     assert names == list(twin.state_dict())
 
@@ -124,6 +133,84 @@ def test_state_of_one_block_makes_another_the_same(place: Place) -> None:
     assert torch.equal(first(x, times=times).values(), second(x, times=times).values())
 
 
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators that were called in place of modules, as on a GPU."""
+    called: list[str] = []
+    monkeypatch.setattr("jagged.modules.linear._is_run_on_gpu", lambda x: True)
+    for name in ("hstu_projection", "hstu_output"):
+        theirs = getattr(ops, name)
+        noted = lambda *of, name=name, theirs=theirs, **more: (called.append(name), theirs(*of, **more))[1]  # noqa: E731
+        monkeypatch.setattr(f"jagged.modules.hstu.{name}", noted)
+    return called
+
+
+@pytest.mark.parametrize("concat_ua", [False, True])
+@pytest.mark.parametrize("norm", ["layer", "group", "rms"])
+def test_operators_in_place_of_modules(place: Place, fused: list[str], norm: Any, concat_ua: bool) -> None:
+    """As far as nobody watches a module or has put another in its place."""
+    torch.manual_seed(0)
+    block = block_of(DIM, 3, norm=norm, concat_ua=concat_ua, dropout=0.5, recompute=True).eval()
+    x = JaggedTensor(values=random_tensor((9, DIM), torch.float32, 0), offsets=jagged_of((4, 0, 5)).offsets)
+    expected = block(x).values()
+    assert fused == ["hstu_projection", "hstu_output"]
+    parts = {
+        "uvqk_projection": "hstu_projection",
+        **dict.fromkeys(("attention_norm", "output_projection", "dropout"), "hstu_output"),
+    }
+    for name, operator in parts.items():
+        fused.clear()
+        seen: list[nn.Module] = []
+        part = getattr(block, name)
+        with part.register_forward_hook(lambda module, *_, seen=seen: seen.append(module)):
+            torch.testing.assert_close(block(x).values(), expected)
+        assert seen == [part]
+        assert fused == [each for each in ("hstu_projection", "hstu_output") if each != operator]
+    fused.clear()
+    block.uvqk_projection = nn.Linear(DIM, 4 * DIM, bias=False, device=PLACE.device)
+    block.output_projection = nn.Linear(block.output_projection.in_features, DIM, bias=False, device=PLACE.device)
+    assert bool(block(x).values().isfinite().all())
+    assert fused == []
+
+
+def test_dropout_is_the_modules_own(place: Place, fused: list[str]) -> None:
+    """Also where it is an operator's; its draws follow PyTorch's seed."""
+    block = block_of(DIM, 3, dropout=0.5)
+    x = JaggedTensor(values=random_tensor((9, DIM), torch.float32, 0), offsets=jagged_of((4, 0, 5)).offsets)
+
+    def run(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return block(x).values()
+
+    assert torch.equal(run(1), run(1))
+    assert not torch.equal(run(1), run(2))
+    block.dropout.eval()
+    assert torch.equal(run(1), run(2))
+
+
+def test_recompute_keeps_less(place: Place) -> None:
+    kept = {}
+    x = JaggedTensor(values=random_tensor((500, DIM), torch.float32, 0), offsets=jagged_of((400, 0, 100)).offsets)
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        block = block_of(DIM, 3, recompute=recompute)
+        sizes: dict[int, int] = {}
+
+        def pack(of: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            sizes[of.untyped_storage().data_ptr()] = of.untyped_storage().nbytes()
+            return of
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda of: of):
+            output = block(x).values()
+        kept[recompute] = sum(sizes.values())
+        gradients.append(torch.autograd.grad(output.square().sum(), list(block.parameters())))
+    # What SiLU is applied to, of four parts.
+    assert kept[False] - kept[True] >= 4 * 500 * DIM * 4
+    for first, second in zip(*gradients, strict=True):
+        torch.testing.assert_close(first, second)
+
+
 def test_lengths_and_offsets_are_shared(place: Place) -> None:
     batch = jagged_of((2, 0, 3))
     x = JaggedTensor(values=torch.zeros(5, DIM, device=place.device), lengths=batch.offsets.diff(), offsets=batch.offsets)
@@ -137,7 +224,8 @@ def test_meta_device_reset_and_repr() -> None:
         DIM, 3, head_dim=5, window=8, num_contextual=2, max_distance=400, num_time_buckets=300, dropout=0.1, normalizer=50,
         device="meta",
     )  # fmt: skip
-    assert "num_heads=3, window=8, num_contextual=2, max_distance=400, num_time_buckets=300, normalizer=50" in repr(block)
+    assert "num_heads=3, window=8, num_contextual=2, global_prefix=0, windowed_context=False, max_distance=400, " in repr(block)
+    assert "num_time_buckets=300, normalizer=50, concat_ua=False, norm='layer', recompute=False" in repr(block)
     assert "p=0.1" in repr(block)
     assert {name: list(p.shape) for name, p in block.named_parameters() if p.dim() == 2} == {
         "relative_bias": [3, 801],
@@ -166,6 +254,8 @@ def test_messages() -> None:
         HSTUBlock(DIM, 0, head_dim=4)
     with pytest.raises(ValueError, match="head_dim: expected 1 or more, got 0"):
         HSTUBlock(DIM, 3, head_dim=0)
+    with pytest.raises(ValueError, match=r"^norm: expected one of layer, group, rms, got 'batch'$"):
+        HSTUBlock(DIM, 3, norm="batch")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="max_distance: expected 0 or more, got -1"):
         HSTUBlock(DIM, 3, max_distance=-1)
     with pytest.raises(ValueError, match="num_time_buckets: expected 1 or more, got 0"):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jagged.modules import HSTUBlock, JaggedCrossAttention, JaggedTransformerBlock, TargetAttention
+from jagged.modules import JaggedCrossAttention, JaggedTransformerBlock, TargetAttention
 from jagged.modules.linear import Layers, apply_layer
 from tests.places import PLACE, Place
 from tests.strategies import random_tensor
@@ -120,7 +120,6 @@ def test_layers_are_one_after_the_other(place: Place, served: list[Tensor]) -> N
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "transformer": lambda: JaggedTransformerBlock(8, 2),
-    "hstu": lambda: HSTUBlock(8, 2),
     "cross-attention": lambda: JaggedCrossAttention(8, 2),
     "target attention": lambda: TargetAttention(8, (6, 4)),
 }

@@ -28,10 +28,13 @@ from jagged.ops import (
     dense_to_jagged,
     embedding_bags,
     exchange_rows,
+    extend_pages,
     group_sparse_bce,
     group_sparse_cross_entropy,
     group_sparse_linear,
     grouped_linear,
+    hstu_output,
+    hstu_projection,
     jagged2_softmax,
     jagged_attention,
     jagged_concat,
@@ -363,6 +366,22 @@ def normalised_rows(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     return Step(forward, _leaves(dtype, (batch.total, width), (width,), (width,)))
 
 
+def block_of_hstu(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
+    """Two heads, in two groups; with and without what the product reads beside the gated rows, and dropout."""
+    wide = 2 * width
+
+    def forward(x: Tensor, weight: Tensor, bias: Tensor, *of: Tensor) -> list[Tensor]:
+        norm, shift, first, second, last = of
+        u, v, q, k = hstu_projection(x, weight, bias, 2, backend=PLACE.backend)
+        seed = torch.full((1,), 5, device=PLACE.device)
+        options = {"num_groups": 2, "dropout_p": 0.1, "dropout_seed": seed, "concat": True, "backend": PLACE.backend}
+        rows = hstu_output(v + q, u, x, norm, shift, first, last, **options)
+        return [rows, hstu_output(k, v, rows, norm, None, second, last, centred=False, backend=PLACE.backend)]
+
+    shapes = (batch.total, width), (4 * wide, width), (4 * wide,), (wide,), (wide,), (width, 3 * wide), (width, wide), (width,)
+    return Step(forward, _leaves(dtype, *shapes))
+
+
 def linear_rows(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     def forward(x: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
         return [linear(x, weight, bias, backend=PLACE.backend)]
@@ -440,6 +459,24 @@ def host_rows(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     return Step(forward, _leaves(dtype, (batch.total, width)), is_differentiable=False)
 
 
+def pages(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
+    page_rows, backend = 8, PLACE.backend
+    # Enough for any lengths of 200 rows, of which as many are there before.
+    each = 2 * max(200, *batch.lengths, 0) // page_rows + 1
+    of_samples = torch.arange(batch.batch_size * each, device=PLACE.device).flip(0).view(batch.batch_size, each)
+    pool = random_tensor((batch.batch_size * each * page_rows, 2, width), dtype, 5)
+
+    def forward(values: Tensor) -> list[Tensor]:
+        kept, first, offsets = pool.clone(), values.detach(), batch.offsets
+        joined = extend_pages(
+            kept, of_samples, first, first * 2, offsets, offsets // 2, 2 * offsets, page_rows=page_rows, total=2 * batch.total,
+            backend=backend,
+        )  # fmt: skip
+        return [joined, kept]
+
+    return Step(forward, _leaves(dtype, (batch.total, width)), is_differentiable=False)
+
+
 FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
     "attention": attention,
     "attention_with_biases": attention_with_biases,
@@ -454,8 +491,10 @@ FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
     "grouped_linear": layers_of_groups,
     "layer_norm": normalised_rows,
     "host_rows": host_rows,
+    "hstu": block_of_hstu,
     "linear": linear_rows,
     "linear_bce": bce_of_linear,
+    "pages": pages,
     "pair_bmm": pair_bmm,
     "quantised_bags": quantised_bags,
     "sampled_cross_entropy": sampled_cross_entropy,

@@ -20,7 +20,7 @@ from tests.places import PLACE, Place
 from tests.strategies import jagged_of, random_tensor
 
 LENGTHS = (3, 0, 20, 1)
-DIFFERENTIABLE = [name for name in FAMILIES if name not in ("catalogue_topk", "quantised_bags", "host_rows")]
+DIFFERENTIABLE = [name for name in FAMILIES if name not in ("catalogue_topk", "quantised_bags", "host_rows", "pages")]
 # The inputs of each operator that autocast casts, as the functions' docstrings say it.
 CAST = {
     "attention": ("q", "k", "v"),
@@ -28,6 +28,8 @@ CAST = {
     "group_sparse_cross_entropy": ("features", "weight", "bias"),
     "group_sparse_linear": ("features", "weight", "bias"),
     "grouped_linear": ("x", "weight", "bias"),
+    "hstu_output": ("attended", "gate", "weight"),
+    "hstu_projection": ("x", "weight"),
     "jagged_dense_bmm": ("values", "dense", "bias"),
     "jagged_jagged_bmm": ("a", "b"),
     "linear": ("x", "weight"),

@@ -45,6 +45,10 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     )[None],
     "group_sparse_linear": lambda a, ao, b, bo: ops.group_sparse_linear(b, a, SUPPORTS.expand(b.shape[0], 8), ao, a[:, 0]),
     "grouped_linear": lambda a, ao, b, bo: ops.grouped_linear(a, torch.ones(2, 8, 8), torch.ones(2, 8), "relu")[:, 0],
+    "hstu_output": lambda a, ao, b, bo: ops.hstu_output(
+        a, a.sin(), a, torch.ones(8), torch.zeros(8), torch.ones(8, 24), torch.ones(8), concat=True
+    ),
+    "hstu_projection": lambda a, ao, b, bo: torch.cat(ops.hstu_projection(a, torch.ones(32, 8), torch.ones(32), 2), 1).flatten(1),
     "jagged2_softmax": lambda a, ao, b, bo: ops.jagged2_softmax(a[:, 0], ao, bo),
     "jagged_attention": lambda a, ao, b, bo: ops.jagged_attention(
         heads(b), heads(a), heads(a), bo, ao, window=(3, None), num_targets=1, relative_bias=torch.ones(2, 5), softcap=3.0

@@ -21,6 +21,7 @@ NOT_RECORDED = {
     "decomposed",
     "drawn_negatives",
     "exchange_rows",
+    "extend_pages",
     "from_nested",
     "linear_cross_entropy_strategy",
     "seat_rows",
