@@ -777,6 +777,36 @@ def rows_page(result: dict[str, Any], ways: tuple[str, str], words: str) -> str:
     return "\n\n".join([_machine(result["environment"]), words, "\n".join(lines)]) + "\n"
 
 
+BODIES = {"hstu": "Five blocks of HSTU", "transformer": "Two blocks of a transformer"}
+BODY_WAYS = {"ours": "jagged", "recompute": "jagged, `recompute=True`", "composed": "PyTorch's operations, our attention"}
+
+
+def bodies_page(result: dict[str, Any]) -> str:
+    """Markdown of a result file of bodies: times by graph and eager, memory and errors."""
+    blocks = [_machine(result["environment"])]
+    for name, words in BODIES.items():
+        if name not in result:
+            continue
+        of, size = result[name], result[name]["size"]
+        targets = f", of which the last 1 to {size['targets']} are targets" if size["targets"] else ""
+        blocks.append(
+            f"{words}, width {size['width']} with {size['heads']} heads, {size['rows']:,} rows in {of['samples']} samples of "
+            f"{'' if size['is_even'] else '1 to '}{size['longest']:,} rows{targets}; milliseconds, burst / sustained:"
+        )
+        lines = ["| | forward | forward and backward | the same, eager | memory | error | of gradients |"]
+        lines.append(f"|---|{'---:|' * 6}")
+        for way, title in BODY_WAYS.items():
+            if way in of:
+                row = of[way]
+                each = (row["forward"], row["both"])
+                cells = [f"{time['median'] / 1e3:.2f} / {time['sustained']['mean'] / 1e3:.2f}" for time in each]
+                cells += [f"{row['eager']['mean'] / 1e3:.2f}", f"{row['bytes'] / 2**30:.2f} GiB"]
+                cells += [f"{row[error]:.1e}" for error in ("error", "gradient_error")]
+                lines.append(f"| {title} | {' | '.join(cells)} |")
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks) + "\n"
+
+
 def main() -> None:
     """Write every page's tables, of each machine in turn."""
     write_cross_entropy()
@@ -788,6 +818,7 @@ def main() -> None:
     }
     of_norm = partial(rows_page, ways=("forward", "both"), words="Forward / forward and backward:")
     of_linear = partial(rows_page, ways=("both", "bias"), words="Forward and backward / the gradient of the bias alone:")
+    pages["hstu"] = "hstu", bodies_page
     pages |= {"attention": ("attention", attention_page), "layer_norm": ("layer_norm", of_norm), "linear": ("linear", of_linear)}
     for name, (benchmark, write) in pages.items():
         if results := [json.loads(path.read_text()) for path in sorted(ROOT.glob(f"results/*/{benchmark}.json"))]:
