@@ -146,17 +146,25 @@ def test_common_tiles(name: str, arch: int) -> None:
     check(name, arch, (2, 128, "long"))
 
 
-@pytest.mark.parametrize("name", ["pointwise", *KERNELS])
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("is_pointwise", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "causal", "head_dim", "group", "offsets"), [("bf16", True, 128, 1, "*i64"), ("fp16", False, 96, 2, "*i32")]
+    ("dtype", "causal", "head_dim", "group", "offsets", "targets"),
+    [
+        ("bf16", True, 128, 1, "*i64", None),
+        ("fp16", False, 96, 2, "*i32", None),
+        ("bf16", True, 128, 1, "*i64", "*i64"),
+        ("fp16", True, 96, 2, "*i32", "*i32"),
+    ],
 )
-def test_warps_that_specialise(name: str, dtype: str, causal: bool, head_dim: int, group: int, offsets: str) -> None:
+def test_warps_that_specialise(
+    name: str, is_pointwise: bool, dtype: str, causal: bool, head_dim: int, group: int, offsets: str, targets: str | None
+) -> None:
     """On Hopper alone. The assembler lets products overlap only where nothing reads their sums before they are waited for."""
     from jagged.ops.attention.hopper import backward, forward
 
-    is_pointwise, name = name == "pointwise", name.replace("pointwise", "forward")
     kernel = getattr(forward if name == "forward" else backward, f"attention_{name}_hopper_kernel")
-    constants = {"IS_CAUSAL": causal, "IS_POINTWISE": is_pointwise, "GROUP": group, "HEAD_DIM": head_dim}
+    constants: dict[str, Any] = {"IS_CAUSAL": causal, "IS_POINTWISE": is_pointwise, "GROUP": group, "HEAD_DIM": head_dim}
     signature = dict.fromkeys(kernel.arg_names, "i32") | {"offsets": offsets, "key_offsets": offsets}
     signature |= dict.fromkeys(("scale", "normalizer"), "fp32")
     signature |= dict.fromkeys(("output", "grad_query", "grad_key", "grad_value"), f"*{dtype}") | {"counter": "*i32"}
@@ -164,8 +172,15 @@ def test_warps_that_specialise(name: str, dtype: str, causal: bool, head_dim: in
     for rows in ("query", "key", "value", "grad"):
         block = forward.BLOCK_N if name == "forward" and rows in ("key", "value") else forward.GROUP_M
         signature[rows] = f"tensordesc<{dtype}{[1, 1, 1, block.value, forward.WIDTH.value]},{forward.LAYOUT!r}>"
+    if targets is None:
+        constants["num_targets"] = None
+    else:
+        signature["num_targets"] = targets
     if causal:
         constants["grad_lse"] = None
+    if is_pointwise and name != "forward":
+        constants |= dict.fromkeys(("output", "lse", "grad_lse", "statistics"))
+    signature = {key: x for key, x in signature.items() if key not in constants}
     wanted = set(kernel.arg_names)
     constants, signature = ({key: x for key, x in of.items() if key in wanted} for of in (constants, signature))
     used = compile_kernel(kernel, signature, constants, arch=90)

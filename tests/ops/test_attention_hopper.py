@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from tests.ops.test_attention import Case, check, inputs_of
 from tests.ops.test_hstu_attention import functions
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
+from tests.reference.attention import visible_keys
 from tests.strategies import Jagged, jagged_of, random_tensor, seeds
 from tests.test_imports import run
 
@@ -96,6 +99,23 @@ class TestOnHopper:
         inputs = Case(batch, keys, 1, 2, 128, dtype, 0, {}).inputs()
         check(place, batch, inputs, keys, return_lse=True, causal=causal)
 
+    @pytest.mark.usefixtures("backward_calls")
+    @pytest.mark.parametrize("is_pointwise", [False, True])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_targets_at_every_tile_boundary(self, place: Place, dtype: torch.dtype, is_pointwise: bool) -> None:
+        """Of none, of all rows and more, and of histories that end in the midst of a tile; in self-attention and across."""
+        batch = long_enough(SHORT)
+        targets = torch.tensor([3, 1, 63, 0, 70, 2, 64, 1, 128, -3, 129, 200, 130], device=place.device)
+        keys = jagged_of((64, 0, 300, 127, 0, 5, 129, 1, 65, 512, 255, 384, 257))
+        options: dict[str, Any] = {"causal": True, "num_targets": targets}
+        for others, group in ((None, 1), (keys, 2)):
+            inputs = Case(batch, others, 2 // group, group, 128, dtype, 0, {}).inputs()
+            if is_pointwise:
+                check_three_way(*functions(place, batch, [], others, normalizer=1.0, **options), inputs)
+            else:
+                check(place, batch, inputs, others, return_lse=True, **options)
+
+    @pytest.mark.usefixtures("backward_calls")
     @pytest.mark.parametrize(("head_dim", "dtype"), [(128, torch.bfloat16), (96, torch.float16)])
     @settings(max_examples=-(-settings().max_examples // 4))
     @given(data=st.data())
@@ -107,15 +127,16 @@ class TestOnHopper:
             "scale": data.draw(st.sampled_from([None, 2 / head_dim**0.5, -(head_dim**-0.5)])),
             "normalizer": data.draw(st.sampled_from([None, 0.5, 100.0])),
         }
-        check_three_way(*functions(place, batch, [], **options), case.inputs(), requires_grad=[False] * 3)
+        check_three_way(*functions(place, batch, [], **options), case.inputs())
 
+    @pytest.mark.usefixtures("backward_calls")
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_pointwise_at_every_tile_boundary(self, place: Place, dtype: torch.dtype, causal: bool) -> None:
         """Sums, for in a mean one key too few is no more than a rounding of what shorter samples have."""
         batch = long_enough(SHORT)
         inputs = Case(batch, None, 1, 2, 128, dtype, 0, {}).inputs()
-        check_three_way(*functions(place, batch, [], causal=causal, normalizer=1.0), inputs, requires_grad=[False] * 3)
+        check_three_way(*functions(place, batch, [], causal=causal, normalizer=1.0), inputs)
 
     def test_pointwise_weights_far_below_0_are_none(self, place: Place) -> None:
         batch = long_enough((37, 0, 1))
@@ -291,6 +312,8 @@ ALIGNED = "rows do not begin at 16 bytes"
         (None, Q[..., :96].half(), {"causal": False}),
         (None, Q.new_zeros(ROWS, 3, 2, 72)[:, 1], {}),
         (None, Q, {"pointwise": True, "normalizer": 5.0}),
+        (None, Q, {"num_targets": GIVEN}),
+        ("targets are given without causal", Q, {"num_targets": GIVEN, "causal": False}),
         (GENERATION, Q, {"capability": (10, 0)}),
         ("there are no keys", Q, {"k": Q[:0], "k_offsets": torch.zeros(3, dtype=torch.int64)}),
         ("samples are short", Q[1:], {}),
@@ -302,7 +325,6 @@ ALIGNED = "rows do not begin at 16 bytes"
         ("window is 3", Q, {"window": 3}),
         ("num_contextual is 1", Q, {"num_contextual": 1}),
         ("prefix is 2", Q, {"window": 0, "prefix": 2}),
-        ("num_targets is given", Q, {"num_targets": torch.ones(2, dtype=torch.int64)}),
         ("relative_bias is given", Q, {"relative_bias": torch.zeros(2, 3)}),
         ("time_bias is given", Q, {"time_bias": torch.zeros(2, 3)}),
         ("bias is given", Q, {"bias": torch.zeros(2, 2, 1, 1)}),
@@ -312,7 +334,7 @@ ALIGNED = "rows do not begin at 16 bytes"
 def test_which_kernels_are_launched(
     monkeypatch: pytest.MonkeyPatch, reason: str | None, q: Tensor, options: dict[str, Any]
 ) -> None:
-    """All but the launch is done on the CPU. Gradients that begin elsewhere, or are of pointwise weights, have the others."""
+    """All but the launch is done on the CPU. Gradients that begin elsewhere have the others."""
     from jagged.ops.attention.hopper import backward, forward
 
     launched: list[str] = []
@@ -340,10 +362,51 @@ def test_which_kernels_are_launched(
     out = Outputs(q.contiguous(), torch.zeros(q.shape[1], q.shape[0]))
     odd = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape)
     for grad, of_grad in ((torch.zeros_like(q), None), (odd, ALIGNED)):
-        expected = reason or ("pointwise weights have no backward pass here" if o.pointwise else of_grad)
+        expected = reason or of_grad
         assert hopper.supports(x, o, grad) == expected
         launch.backward(Outputs(grad, None), x, out, o, {})  # type: ignore[arg-type]
         assert launched.pop() == ("hopper" if expected is None else "other")
+
+
+@pytest.mark.skipif(PLACE.name == "interpret", reason="Gluon is not interpreted")
+@pytest.mark.parametrize(("causal", "has_targets"), [(False, False), (True, False), (True, True)])
+def test_tiles_that_meet(monkeypatch: pytest.MonkeyPatch, causal: bool, has_targets: bool) -> None:
+    """In tiles of a few rows: each pair that is seen is visited once, no tile in vain, and one counted as whole hides none."""
+    from jagged.ops.attention.hopper import sight
+
+    scalars = SimpleNamespace(minimum=min, maximum=max, where=lambda condition, yes, no: yes if condition else no)
+    monkeypatch.setattr(sight, "gl", scalars)
+    rows = 4
+    for queries, keys, targets in itertools.product((1, 4, 7, 13), (1, 3, 8, 13, 17), (0, 1, 2, 5, 8, 13, 17)):
+        if targets > (keys if has_targets else 0):
+            continue
+        options = {"num_targets": targets} if has_targets else {}
+        seen = visible_keys(torch.tensor([queries]), torch.tensor([keys]), causal=causal, **options)[0]  # type: ignore[arg-type]
+        history, shift = keys - targets, keys - queries
+        sizes = queries, keys, history
+        every_query, every_key = torch.arange(queries)[:, None], torch.arange(keys)
+        assert torch.equal(seen, sight.sees.fn(every_query + shift, every_key, history, causal, has_targets).expand(seen.shape))
+        for block in (2, 4):
+            visited = torch.zeros_like(seen, dtype=torch.int64)
+            for first in range(0, queries, rows):
+                tiles, whole, *gap = sight.key_tiles.fn(first, *sizes, causal, has_targets, rows, block)
+                for tile in range(tiles):
+                    key = sight.key_of_tile.fn(tile, *gap, has_targets, block)
+                    part = seen[first : first + rows, key : key + block]
+                    assert part.any() or tiles == 1
+                    assert part.all() or tile >= whole
+                    visited[first : first + rows, key : key + block] += 1
+            assert torch.equal(visited[seen], torch.ones_like(visited[seen]))
+            visited.zero_()
+            for key in range(0, keys, rows):
+                first, end, tiles = sight.query_tiles.fn(key, *sizes, causal, has_targets, rows, block)
+                for query in range(first, first + tiles * block, block):
+                    part = seen[query : query + block, key : key + rows]
+                    assert part.any() or tiles == 1
+                    assert part.all() or not causal or sight.hides.fn(key, query + shift, history, has_targets, rows)
+                    visited[query : query + block, key : key + rows] += 1
+                assert tiles == 1 or end > first + (tiles - 1) * block
+            assert torch.equal(visited[seen], torch.ones_like(visited[seen]))
 
 
 def test_what_is_new_is_refused() -> None:

@@ -13,7 +13,7 @@ from jagged.ops.attention.spec import Inputs, Options
 # that was measured on, the forward pass is 1.1 to 1.5 times as fast, at widths 96 to 128, with and without `causal`.
 SPECIALISED = 96
 # What the kernels have been taught. Any other input or option is refused as soon as it is given.
-INPUTS = frozenset(("q", "k", "v", "q_offsets", "k_offsets"))
+INPUTS = frozenset(("q", "k", "v", "q_offsets", "k_offsets", "num_targets"))
 OPTIONS = frozenset(("causal", "scale", "pointwise", "normalizer"))
 
 
@@ -25,8 +25,8 @@ def supports(x: Inputs, o: Options, grad: Tensor | None = None) -> str | None:
     for place in _OTHER_OPTIONS:
         if o[place] != _DEFAULTS[place]:
             return f"{Options._fields[place]} is {o[place]}"
-    if grad is not None and o.pointwise:
-        return "pointwise weights have no backward pass here"
+    if x.num_targets is not None and not o.causal:
+        return "targets are given without causal"
     total, _, width = x.q.shape
     if x.q.dtype.itemsize != 2 or not 64 < width <= 128:
         return "rows are not of 65 to 128 columns of 16 bits, and narrower heads have too little to multiply"

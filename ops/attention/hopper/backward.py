@@ -34,7 +34,6 @@ from jagged.ops.attention.hopper.forward import (
     end_groups,
     field_of,
     find_tile,
-    key_tiles,
     programs_for,
     ragged_descriptor,
     ring_tile,
@@ -42,8 +41,10 @@ from jagged.ops.attention.hopper.forward import (
     visited_rows,
     write_fields,
 )
+from jagged.ops.attention.hopper.sight import hides, history_of, key_of_tile, key_tiles, query_tiles, sees
 from jagged.ops.attention.spec import Inputs, Options, Outputs
-from jagged.ops.attention.triton.scores import LOG2_E
+from jagged.ops.attention.triton.biases import HIDDEN
+from jagged.ops.attention.triton.scores import LOG2_E, pointwise_factor, silu
 
 # Rows that a tile meets at a time, and places of both rings, as many as fit: of keys and values; of queries, with statistics.
 BLOCK_N = gl.constexpr(64)
@@ -52,19 +53,14 @@ QUERY_STAGES = gl.constexpr(4)
 
 
 @gluon.jit
-def query_tiles(first_key, query_length, key_length, IS_CAUSAL: gl.constexpr):
-    """Return the first query that a tile of keys meets, and how many tiles from there, at least one."""
-    first = 0
-    if IS_CAUSAL:
-        first = gl.maximum(first_key + query_length - key_length, 0) // BLOCK_N * BLOCK_N
-    return first, gl.maximum((query_length - first + BLOCK_N - 1) // BLOCK_N, 1)
-
-
-@gluon.jit
-def next_row(row, first, length):
-    """Return the row after those at `row`, and whether it is the next head's first."""
-    is_next = row + BLOCK_N >= length
-    return gl.where(is_next, first, row + BLOCK_N), is_next.to(gl.int32)
+def next_row(row, first, end, GROUP: gl.constexpr):
+    """Return the row after those at `row`, and whether it is the first of the next head of a group."""
+    row += BLOCK_N
+    is_next = 0
+    if GROUP > 1:
+        is_next = (row >= end).to(gl.int32)
+        row = gl.where(row >= end, first, row)
+    return row, is_next
 
 
 @gluon.jit
@@ -82,49 +78,56 @@ def send_statistics(statistics, first, length, ring, numbers, visit):
 
 @gluon.jit
 def load_warp(
-    first_own, second_own, first_other, second_other, statistics, offsets, other_offsets, counter,
-    num_samples, total, other_total, num_heads, fields, own, firsts, seconds, numbers,
-    IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr,
+    rows, lists, counts, room,
+    OWNS_KEYS: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_TARGETS: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Of each tile send fields and own rows, then the others: keys from the last to the first; queries, of each head that shares
-    the keys, from the first to the last, with their statistics. At last a tile of a sample that has no rows."""
+    the keys, from the first to the last, with their statistics if any. At last a tile of a sample that has no rows."""
+    first_own, second_own, first_other, second_other, statistics = rows
+    offsets, other_offsets, num_targets, counter = lists
+    num_samples, total, other_total, num_heads = counts
+    fields, own, firsts, seconds, numbers = room
     num_tiles = total // BLOCK_M + num_samples
     index = gl.atomic_add(counter, 1, sem="relaxed")
     tile = index * 0
     visit = index * 0
     while index < num_tiles * num_heads:
-        head, start, length, other_start, other_length, first_row = find_tile(
+        sample, head, start, length, other_start, other_length, first_row = find_tile(
             index, num_tiles, offsets, other_offsets, num_samples, total, other_total
         )
         other_end = other_start + other_length
         if first_row < length:
+            history = history_of(num_targets, sample, length if OWNS_KEYS else other_length)
             await_left(own, tile)
-            write_fields(fields, start, length, other_length, first_row, head)
+            write_fields(fields, start, length, other_length, first_row, head, history)
             mbarrier.expect(own.full.index(0), 4 * first_own.block_type.nbytes)
             for i in gl.static_range(2):
                 row = first_row + i * GROUP_M
                 copy_rows(first_own, start + length, length, row, head, own.full.index(0), own.tiles.index(i))
                 copy_rows(second_own, start + length, length, row, head, own.full.index(0), own.tiles.index(2 + i))
-            if statistics is not None:
-                first, tiles = query_tiles(first_row, other_length, length, IS_CAUSAL)
+            if OWNS_KEYS:
+                first, end, tiles = query_tiles(
+                    first_row, other_length, length, history, IS_CAUSAL, HAS_TARGETS, BLOCK_M, BLOCK_N
+                )
                 row = first
                 steps = tiles * GROUP
                 other_head = head * GROUP
             else:
-                steps, _ = key_tiles(first_row, length, other_length, IS_CAUSAL, BLOCK_N)
-                row = (steps - 1) * BLOCK_N
+                steps, _, near, skipped = key_tiles(
+                    first_row, length, other_length, history, IS_CAUSAL, HAS_TARGETS, BLOCK_M, BLOCK_N
+                )
                 other_head = head // GROUP
-            for _ in range(steps):
+            for j in range(steps):
+                if not OWNS_KEYS:
+                    row = key_of_tile(steps - 1 - j, near, skipped, HAS_TARGETS, BLOCK_N)
                 if statistics is not None:
                     source = statistics + (other_total.to(gl.int64) * other_head + other_start) * 2
                     send_statistics(source, row, other_length, firsts, numbers, visit)
                 send_rows(first_other, other_end, other_length, row, other_head, firsts, visit)
                 send_rows(second_other, other_end, other_length, row, other_head, seconds, visit)
-                if statistics is not None:
-                    row, is_next = next_row(row, first, other_length)
+                if OWNS_KEYS:
+                    row, is_next = next_row(row, first, end, GROUP)
                     other_head += is_next
-                else:
-                    row -= BLOCK_N
                 visit += 1
             tile += 1
         index = gl.atomic_add(counter, 1, sem="relaxed")
@@ -139,29 +142,50 @@ def begin(own, others, layout: gl.constexpr):
 
 
 @gluon.jit
-def weights_of_keys(s, numbers, place, factor, first_key, first_position, IS_CAUSAL: gl.constexpr):
-    """Weights of transposed scores, none for keys from queries that stand before them."""
+def weights_of_keys(
+    s, numbers, place, factor, first_key, first_position, history, IS_CAUSAL: gl.constexpr, HAS_TARGETS: gl.constexpr
+):  # fmt: skip
+    """Weights of transposed scores, and what each changes by with its score; none for keys from queries that do not see them."""
     layout: gl.constexpr = s.type.layout
-    log_sum = numbers.index(place).load(gl.SliceLayout(0, layout))
-    p = gl.exp2(s * factor - log_sum[None, :])
-    if IS_CAUSAL:  # noqa: SIM102
-        if first_position < first_key + GROUP_M - 1:
-            keys = (first_key + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, layout)))[:, None]
-            positions = (first_position + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)))[None, :]
-            p = gl.where(keys <= positions, p, 0.0)
-    return p
+    keys = (first_key + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, layout)))[:, None]
+    positions = (first_position + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)))[None, :]
+    if numbers is None:
+        s = s * factor
+        if IS_CAUSAL:  # noqa: SIM102
+            if hides(first_key, first_position, history, HAS_TARGETS, GROUP_M):
+                s = gl.where(sees(positions, keys, history, IS_CAUSAL, HAS_TARGETS), s, HIDDEN)
+        p, slope = silu(s, False)
+    else:
+        log_sum = numbers.index(place).load(gl.SliceLayout(0, layout))
+        p = gl.exp2(s * factor - log_sum[None, :])
+        if IS_CAUSAL:  # noqa: SIM102
+            if hides(first_key, first_position, history, HAS_TARGETS, GROUP_M):
+                p = gl.where(sees(positions, keys, history, IS_CAUSAL, HAS_TARGETS), p, 0.0)
+        slope = p
+    return p, slope
 
 
 @gluon.jit
-def sum_dkv(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr):
+def less_delta(dp, numbers, place):
+    """Return gradients of weights less those that their sum takes back; pointwise weights have no sum."""
+    if numbers is not None:
+        dp = dp - numbers.index(place + QUERY_STAGES).load(gl.SliceLayout(0, dp.type.layout))[None, :]
+    return dp
+
+
+@gluon.jit
+def sum_dkv(
+    arguments, room,
+    WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_TARGETS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
     """One group of warps: rows `64 * WHICH ..` of each tile of keys, until one has none. Scores are held transposed."""
-    grad_key, grad_value, num_heads, scale, fields, own, queries, grads, numbers = arguments
+    grad_key, grad_value, num_heads, scale, normalizer = arguments
+    fields, own, queries, grads, numbers = room
     dtype: gl.constexpr = grad_key.dtype.element_ty
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    s_column: gl.constexpr = gl.SliceLayout(0, s_layout)
-    factor = scale * LOG2_E
+    factor = scale * (0.5 if numbers is None else LOG2_E)
     k = ring_tile(own, WHICH)
     v = ring_tile(own, 2 + WHICH)
     mbarrier.wait(own.full.index(0), 0)
@@ -169,14 +193,14 @@ def sum_dkv(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, GROUP: gl.c
     visit = length * 0
     tile = length * 0
     while length > 0:
-        start = field_of(fields, 0)
         query_length = field_of(fields, 2)
         first_key = field_of(fields, 3)
-        head = field_of(fields, 4)
-        first, tiles = query_tiles(first_key, query_length, length, IS_CAUSAL)
-        shift = length - query_length
+        history = field_of(fields, 5) if HAS_TARGETS else length
+        first, end, tiles = query_tiles(first_key, query_length, length, history, IS_CAUSAL, HAS_TARGETS, BLOCK_M, BLOCK_N)
         first_key += GROUP_M * WHICH
-        row = first
+        first += length - query_length
+        end += length - query_length
+        position = first
 
         await_tile(queries, visit)
         await_tile(grads, visit)
@@ -184,9 +208,9 @@ def sum_dkv(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, GROUP: gl.c
         dp = begin(v, visited_rows(grads, visit), s_layout)
         s = warpgroup_mma_wait(1, deps=(s,))
         place = visit % QUERY_STAGES
-        p = weights_of_keys(s, numbers, place, factor, first_key, row + shift, IS_CAUSAL)
+        p, slope = weights_of_keys(s, numbers, place, factor, first_key, position, history, IS_CAUSAL, HAS_TARGETS)
         dp = warpgroup_mma_wait(0, deps=(dp,))
-        ds = p * (dp - numbers.index(place + QUERY_STAGES).load(s_column)[None, :])
+        ds = slope * less_delta(dp, numbers, place)
         p = gl.convert_layout(p.to(dtype), p_layout)
         ds = gl.convert_layout(ds.to(dtype), p_layout)
         dk = gl.zeros([GROUP_M, WIDTH], gl.float32, o_layout)
@@ -204,14 +228,18 @@ def sum_dkv(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, GROUP: gl.c
             visit += 1
             s = warpgroup_mma_wait(1, deps=(s,))
             place = visit % QUERY_STAGES
-            row, _ = next_row(row, first, query_length)
-            p = weights_of_keys(s, numbers, place, factor, first_key, row + shift, IS_CAUSAL)
+            position, _ = next_row(position, first, end, GROUP)
+            p, slope = weights_of_keys(s, numbers, place, factor, first_key, position, history, IS_CAUSAL, HAS_TARGETS)
             # The assembler moves a wait for products up to the last branch: this one has to stand below the weights.
             await_tile(grads, visit)
             dp = warpgroup_mma_wait(0, deps=(dp,))
-            ds = p * (dp - numbers.index(place + QUERY_STAGES).load(s_column)[None, :])
+            ds = slope * less_delta(dp, numbers, place)
             p = gl.convert_layout(p.to(dtype), p_layout)
             ds = gl.convert_layout(ds.to(dtype), p_layout)
+        # Read as late as that, since the loop has no registers for them.
+        start = field_of(fields, 0)
+        length = field_of(fields, 1)
+        head = field_of(fields, 4)
         mbarrier.arrive(own.empty.index(0), count=1)
         dv = warpgroup_mma(p, visited_rows(grads, visit), dv, is_async=True)
         dk = warpgroup_mma(ds, visited_rows(queries, visit), dk, is_async=True)
@@ -221,8 +249,13 @@ def sum_dkv(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, GROUP: gl.c
         visit += 1
 
         places, is_there = addresses_of(o_layout, start, first_key, length, num_heads, head, HEAD_DIM)
+        gain = scale
+        if numbers is None:
+            share = pointwise_factor(normalizer, length)
+            dv = dv * share
+            gain = scale * share
         gl.store(grad_value + places, dv.to(dtype), mask=is_there)
-        gl.store(grad_key + places, (dk * scale).to(dtype), mask=is_there)
+        gl.store(grad_key + places, (dk * gain).to(dtype), mask=is_there)
         tile += 1
         mbarrier.wait(own.full.index(0), tile & 1)
         length = field_of(fields, 1)
@@ -246,26 +279,35 @@ def row_statistics(output, lse, grad_lse, statistics, grad, total, start, first,
 
 
 @gluon.jit
-def seen_by_queries(ds, position, key_length, first_key, IS_CAUSAL: gl.constexpr):
-    """Clear the gradients of scores of keys past the end, or after a query's position."""
+def seen_by_queries(ds, position, history, first_key, IS_CAUSAL: gl.constexpr, HAS_TARGETS: gl.constexpr):
+    """Clear the gradients of scores of keys that a query does not see."""
     layout: gl.constexpr = ds.type.layout
     keys = (first_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)))[None, :]
-    seen = keys < key_length
-    if IS_CAUSAL:
-        seen = seen & (keys <= (position + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, layout)))[:, None])
-    return gl.where(seen, ds, 0.0)
+    positions = (position + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, layout)))[:, None]
+    return gl.where(sees(positions, keys, history, IS_CAUSAL, HAS_TARGETS), ds, 0.0)
 
 
 @gluon.jit
-def sum_dq(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """One group of warps: rows `64 * WHICH ..` of each tile of queries, and their statistics, until one has none."""
-    output, lse, grad_lse, statistics, grad_query, total, num_heads, scale, fields, own, keys, values = arguments
+def slopes_of_queries(s, log_sum, factor):
+    """What each weight changes by with its score: of a softmax the weight itself, of SiLU, which has no sum, its slope."""
+    if log_sum is None:
+        _, slope = silu(s * factor, False)
+        return slope
+    else:
+        return gl.exp2(s * factor - log_sum)
+
+
+@gluon.jit
+def sum_dq(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_TARGETS: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """One group of warps: rows `64 * WHICH ..` of each tile of queries, and their statistics if any, until one has none."""
+    output, lse, grad_lse, statistics, grad_query, total, num_heads, scale, normalizer, fields, own, keys, values = arguments
+    IS_POINTWISE: gl.constexpr = lse is None
     dtype: gl.constexpr = grad_query.dtype.element_ty
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     s_row: gl.constexpr = gl.SliceLayout(1, s_layout)
-    factor = scale * LOG2_E
+    factor = scale * (0.5 if IS_POINTWISE else LOG2_E)
     q = ring_tile(own, WHICH)
     o = ring_tile(own, 2 + WHICH)
     mbarrier.wait(own.full.index(0), 0)
@@ -277,26 +319,32 @@ def sum_dq(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HEAD_DIM: gl
         key_length = field_of(fields, 2)
         first_query = field_of(fields, 3)
         head = field_of(fields, 4)
-        tiles, whole = key_tiles(first_query, length, key_length, IS_CAUSAL, BLOCK_N)
+        history = field_of(fields, 5) if HAS_TARGETS else key_length
+        tiles, whole, near, skipped = key_tiles(
+            first_query, length, key_length, history, IS_CAUSAL, HAS_TARGETS, BLOCK_M, BLOCK_N
+        )
         first_query += GROUP_M * WHICH
         position = first_query + key_length - length
-        log_sum, delta = row_statistics(
-            output, lse, grad_lse, statistics, o, total, start, first_query, length, num_heads, head, HEAD_DIM
-        )
-        log_sum = gl.convert_layout(log_sum, s_row)[:, None]
-        delta = gl.convert_layout(delta, s_row)[:, None]
+        log_sum, delta = None, 0.0
+        if not IS_POINTWISE:
+            log_sum, delta = row_statistics(
+                output, lse, grad_lse, statistics, o, total, start, first_query, length, num_heads, head, HEAD_DIM
+            )
+            log_sum = gl.convert_layout(log_sum, s_row)[:, None]
+            delta = gl.convert_layout(delta, s_row)[:, None]
 
         await_tile(keys, visit)
         await_tile(values, visit)
         s = begin(q, visited_rows(keys, visit), s_layout)
         dp = begin(o, visited_rows(values, visit), s_layout)
         s = warpgroup_mma_wait(1, deps=(s,))
-        p = gl.exp2(s * factor - log_sum)
+        slope = slopes_of_queries(s, log_sum, factor)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         leave_tile(values, visit)
-        ds = p * (dp - delta)
+        ds = slope * (dp - delta)
         if tiles > whole:
-            ds = seen_by_queries(ds, position, key_length, (tiles - 1) * BLOCK_N, IS_CAUSAL)
+            first_key = key_of_tile(tiles - 1, near, skipped, HAS_TARGETS, BLOCK_N)
+            ds = seen_by_queries(ds, position, history, first_key, IS_CAUSAL, HAS_TARGETS)
         ds = gl.convert_layout(ds.to(dtype), p_layout)
         dq = gl.zeros([GROUP_M, WIDTH], gl.float32, o_layout)
         for j in range(1, tiles):
@@ -310,14 +358,15 @@ def sum_dq(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HEAD_DIM: gl
             leave_tile(keys, visit)
             visit += 1
             s = warpgroup_mma_wait(1, deps=(s,))
-            p = gl.exp2(s * factor - log_sum)
+            slope = slopes_of_queries(s, log_sum, factor)
             # As above: the wait has to stand below the weights.
             await_tile(values, visit)
             dp = warpgroup_mma_wait(0, deps=(dp,))
             leave_tile(values, visit)
-            ds = p * (dp - delta)
+            ds = slope * (dp - delta)
             if left >= whole:
-                ds = seen_by_queries(ds, position, key_length, left * BLOCK_N, IS_CAUSAL)
+                first_key = key_of_tile(left, near, skipped, HAS_TARGETS, BLOCK_N)
+                ds = seen_by_queries(ds, position, history, first_key, IS_CAUSAL, HAS_TARGETS)
             ds = gl.convert_layout(ds.to(dtype), p_layout)
         mbarrier.arrive(own.empty.index(0), count=1)
         dq = warpgroup_mma(ds, visited_rows(keys, visit), dq, is_async=True)
@@ -326,7 +375,8 @@ def sum_dq(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HEAD_DIM: gl
         visit += 1
 
         places, is_there = addresses_of(o_layout, start, first_query, length, num_heads, head, HEAD_DIM)
-        gl.store(grad_query + places, (dq * scale).to(dtype), mask=is_there)
+        gain = scale * pointwise_factor(normalizer, key_length) if IS_POINTWISE else scale
+        gl.store(grad_query + places, (dq * gain).to(dtype), mask=is_there)
         tile += 1
         mbarrier.wait(own.full.index(0), tile & 1)
         length = field_of(fields, 1)
@@ -334,58 +384,67 @@ def sum_dq(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HEAD_DIM: gl
 
 @gluon.jit(do_not_specialize=["num_samples", "total", "key_total", "num_heads"])
 def attention_backward_dq_hopper_kernel(
-    grad, grad_lse, query, key, value, output, lse, offsets, key_offsets, grad_query, statistics, counter,
-    num_samples, total, key_total, num_heads, scale,
+    grad, grad_lse, query, key, value, output, lse, offsets, key_offsets, num_targets, grad_query, statistics, counter,
+    num_samples, total, key_total, num_heads, scale, normalizer,
     IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """Gradients of all tiles of queries, `dQ = scale * dS K` with `dS = P * (dO V^T - delta)`, and `statistics` of their rows.
 
-    Delta is a row's dot product of output and its gradient, less the gradient of its log-sum-exp.
+    Delta is a row's dot product of output and its gradient, less the gradient of its log-sum-exp. Pointwise, where there is no
+    `lse`, `dS = SiLU'(scale * Q K^T) * (dO V^T) / normalizer`, and there are no statistics.
     """
+    HAS_TARGETS: gl.constexpr = num_targets is not None
     fields = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     own = make_ring(query, 1, 2, TILES=4)
     keys = make_ring(key, KEY_STAGES, 2)
     values = make_ring(value, KEY_STAGES, 2)
     fence_async_shared()
-    loads = (
-        query, grad, key, value, None, offsets, key_offsets, counter, num_samples, total, key_total, num_heads,
-        fields, own, keys, values, None, IS_CAUSAL, GROUP,
-    )  # fmt: skip
-    sums = output, lse, grad_lse, statistics, grad_query, total, num_heads, scale, fields, own, keys, values
+    rows = query, grad, key, value, None
+    lists = offsets, key_offsets, num_targets, counter
+    counts = num_samples, total, key_total, num_heads
+    room = fields, own, keys, values, None
+    sums = output, lse, grad_lse, statistics, grad_query, total, num_heads, scale, normalizer, fields, own, keys, values
     gl.warp_specialize(
-        [(sum_dq, (sums, 0, IS_CAUSAL, HEAD_DIM)), (sum_dq, (sums, 1, IS_CAUSAL, HEAD_DIM)), (load_warp, loads)],
+        [
+            (sum_dq, (sums, 0, IS_CAUSAL, HAS_TARGETS, HEAD_DIM)),
+            (sum_dq, (sums, 1, IS_CAUSAL, HAS_TARGETS, HEAD_DIM)),
+            (load_warp, (rows, lists, counts, room, False, IS_CAUSAL, HAS_TARGETS, GROUP)),
+        ],
         [4, 1], [240, 24],
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["num_samples", "total", "key_total", "num_heads"])
 def attention_backward_dkv_hopper_kernel(
-    grad, query, key, value, statistics, offsets, key_offsets, grad_key, grad_value, counter,
-    num_samples, total, key_total, num_heads, scale,
+    grad, query, key, value, statistics, offsets, key_offsets, num_targets, grad_key, grad_value, counter,
+    num_samples, total, key_total, num_heads, scale, normalizer,
     IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """Gradients of all tiles of keys and values: `dV = P^T dO`, `dK = scale * dS^T Q` with `dS = P * (dO V^T - delta)`.
 
-    `statistics` hold what is subtracted in each row: the log-sum-exp, times log2(e), from scores, and delta.
+    `statistics` hold what is subtracted in each row: the log-sum-exp, times log2(e), from scores, and delta. Without them weights
+    are pointwise, `P = SiLU(scale * Q K^T) / normalizer` and `dS = SiLU'(scale * Q K^T) * (dO V^T) / normalizer`.
     """
+    HAS_TARGETS: gl.constexpr = num_targets is not None
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     fields = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], flat)
     own = make_ring(key, 1, 2, TILES=4)
     queries = make_ring(query, QUERY_STAGES, 2)
     grads = make_ring(grad, QUERY_STAGES, 2)
-    # Of each place of `queries` what is subtracted from scores, and then of each what is from gradients of weights.
-    numbers = gl.allocate_shared_memory(gl.float32, [2 * QUERY_STAGES, BLOCK_N], flat)
+    room = fields, own, queries, grads, None
+    if statistics is not None:
+        # Of each place of `queries` what is subtracted from scores, and then of each what is from gradients of weights.
+        room = fields, own, queries, grads, gl.allocate_shared_memory(gl.float32, [2 * QUERY_STAGES, BLOCK_N], flat)
     fence_async_shared()
-    loads = (
-        key, value, query, grad, statistics, key_offsets, offsets, counter, num_samples, key_total, total, num_heads,
-        fields, own, queries, grads, numbers, IS_CAUSAL, GROUP,
-    )  # fmt: skip
-    sums = grad_key, grad_value, num_heads, scale, fields, own, queries, grads, numbers
+    rows = key, value, query, grad, statistics
+    lists = key_offsets, offsets, num_targets, counter
+    counts = num_samples, key_total, total, num_heads
+    sums = grad_key, grad_value, num_heads, scale, normalizer
     gl.warp_specialize(
         [
-            (sum_dkv, (sums, 0, IS_CAUSAL, GROUP, HEAD_DIM)),
-            (sum_dkv, (sums, 1, IS_CAUSAL, GROUP, HEAD_DIM)),
-            (load_warp, loads),
+            (sum_dkv, (sums, room, 0, IS_CAUSAL, HAS_TARGETS, GROUP, HEAD_DIM)),
+            (sum_dkv, (sums, room, 1, IS_CAUSAL, HAS_TARGETS, GROUP, HEAD_DIM)),
+            (load_warp, (rows, lists, counts, room, True, IS_CAUSAL, HAS_TARGETS, GROUP)),
         ],
         [4, 1], [240, 24],
     )  # fmt: skip
@@ -396,11 +455,12 @@ _launch_dkv = Launcher(attention_backward_dkv_hopper_kernel)
 
 
 def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options) -> dict[str, Tensor]:
-    """Launch both kernels for what `supports` has nothing against."""
+    """Launch both kernels for what `supports` has nothing against. Those of pointwise weights need nothing of `out`."""
     total, heads, head_dim = x.q.shape
     num_samples = x.q_offsets.shape[0] - 1
     grad_q, grad_k, grad_v = (rows.new_empty(*rows.shape) for rows in x[:3])
-    statistics = out.lse.new_empty(*out.lse.shape, 2)
+    output, lse, grad_lse = (None, None, None) if o.pointwise else (out.output, out.lse, grads.lse)
+    statistics = None if lse is None else lse.new_empty(*lse.shape, 2)
     counters = torch.zeros(2, dtype=torch.int32, device=x.q.device)
     offsets = x.q_offsets, x.q_offsets if x.k_offsets is None else x.k_offsets
     constants = {"IS_CAUSAL": o.causal, "GROUP": heads // x.k.shape[1], "HEAD_DIM": head_dim, "num_warps": 4}
@@ -409,12 +469,12 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options) -> dict[str, T
     upstream = ragged_descriptor(grads.output, GROUP_M.value)
     _launch_dq(
         programs_for(x.q, num_samples),
-        upstream, grads.lse, *rows, out.output, out.lse, *offsets, grad_q, statistics, counters[0], num_samples, total,
-        x.k.shape[0], heads, o.scale, **constants,
+        upstream, grad_lse, *rows, output, lse, *offsets, x.num_targets, grad_q, statistics, counters[0], num_samples, total,
+        x.k.shape[0], heads, o.scale, o.normalizer, **constants,
     )  # fmt: skip
     _launch_dkv(
         programs_for(x.k, num_samples),
-        upstream, *rows, statistics, *offsets, grad_k, grad_v, counters[1], num_samples, total, x.k.shape[0], x.k.shape[1],
-        o.scale, **constants,
+        upstream, *rows, statistics, *offsets, x.num_targets, grad_k, grad_v, counters[1], num_samples, total, x.k.shape[0],
+        x.k.shape[1], o.scale, o.normalizer, **constants,
     )  # fmt: skip
     return {"q": grad_q, "k": grad_k, "v": grad_v}

@@ -28,8 +28,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import gpu
 from jagged.ops._shared.ring import await_left, await_tile, descriptor, leave_tile, make_ring
+from jagged.ops.attention.hopper.sight import history_of, key_of_tile, key_tiles, sees
 from jagged.ops.attention.spec import Inputs, Options, Outputs
-from jagged.ops.attention.triton.scores import LN_2, LOG2_E
+from jagged.ops.attention.triton.scores import LN_2, LOG2_E, pointwise_factor
 
 # Rows of a sample end where this coordinate does; more than any tensor has.
 ROWS = gl.constexpr(2**30)
@@ -39,8 +40,9 @@ BLOCK_M = gl.constexpr(128)
 BLOCK_N = gl.constexpr(128)
 WIDTH = gl.constexpr(128)
 STAGES = gl.constexpr(3)
-# Of a tile: its sample's first query, numbers of queries and keys, its own first query in the sample, and its head.
-FIELDS = gl.constexpr(5)
+# Of a tile: its sample's first row, numbers of its rows and of the others, its own first row in the sample, its head, and how
+# many keys the history has.
+FIELDS = gl.constexpr(6)
 # Of rows of 128 columns of 16 bits, in shared memory.
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
 LOWEST = gl.constexpr(-3.4028234663852886e38)
@@ -112,20 +114,20 @@ def load_sample(offsets, sample, total):
 
 @gluon.jit
 def find_tile(index, num_tiles, offsets, other_offsets, num_samples, total, other_total):
-    """Return what the loading warp has to know of a tile: its head, and of its sample first row, length, the same of the others
-    that the tile meets, and the tile's own first row in the sample, which lies past its end where the list has a gap."""
+    """Return what the loading warp has to know of a tile: its sample and head, of the sample first row, length, the same of the
+    others that the tile meets, and the tile's own first row in the sample, which lies past its end where the list has a gap."""
     sample = find_sample(offsets, index % num_tiles, num_samples)
     start, length = load_sample(offsets, sample, total)
     other_start, other_length = load_sample(other_offsets, sample, other_total)
     first = (index % num_tiles - start // BLOCK_M - sample) * BLOCK_M
-    return index // num_tiles, start, length, other_start, other_length, gl.where(first < 0, length, first)
+    return sample, index // num_tiles, start, length, other_start, other_length, gl.where(first < 0, length, first)
 
 
 @gluon.jit
-def write_fields(fields, start, length, other_length, first, head):
+def write_fields(fields, start, length, other_length, first, head, history):
     """Tell the groups of a tile."""
     for i in gl.static_range(FIELDS):
-        field = (start, length, other_length, first, head)[i]
+        field = (start, length, other_length, first, head, history)[i]
         fields.index(i).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + field)
 
 
@@ -138,49 +140,42 @@ def end_groups(fields, own, tile):
 
 
 @gluon.jit
-def key_tiles(first_query, query_length, key_length, IS_CAUSAL: gl.constexpr, BLOCK: gl.constexpr):
-    """Return how many key tiles a tile of queries visits, at least one, and how many of them every query sees whole."""
-    seen = key_length
-    seen_by_all = key_length
-    if IS_CAUSAL:
-        shift = key_length - query_length
-        seen = gl.minimum(gl.minimum(first_query + BLOCK_M, query_length) + shift, key_length)
-        seen_by_all = gl.maximum(gl.minimum(first_query + shift + 1, key_length), 0)
-    return gl.maximum((seen + BLOCK - 1) // BLOCK, 1), seen_by_all // BLOCK
-
-
-@gluon.jit
-def load_warp(
-    query, key, value, offsets, key_offsets, counter, num_samples, total, key_total, num_heads, fields, queries, keys, values,
-    IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
+def load_warp(rows, lists, counts, room, IS_CAUSAL: gl.constexpr, HAS_TARGETS: gl.constexpr, GROUP: gl.constexpr):
     """Of each tile send fields and queries, then keys and values; at last a tile of a sample that has no queries."""
+    query, key, value = rows
+    offsets, key_offsets, num_targets, counter = lists
+    num_samples, total, key_total, num_heads = counts
+    fields, queries, keys, values = room
     num_tiles = total // BLOCK_M + num_samples
     index = gl.atomic_add(counter, 1, sem="relaxed")
     tile = index * 0
     visit = index * 0
     while index < num_tiles * num_heads:
-        head, start, length, key_start, key_length, first_query = find_tile(
+        sample, head, start, length, key_start, key_length, first_query = find_tile(
             index, num_tiles, offsets, key_offsets, num_samples, total, key_total
         )
         key_end = key_start + key_length
         if first_query < length:
-            tiles, _ = key_tiles(first_query, length, key_length, IS_CAUSAL, BLOCK_N)
-            first_key = (tiles - 1) * BLOCK_N
+            history = history_of(num_targets, sample, key_length)
+            tiles, _, near, skipped = key_tiles(
+                first_query, length, key_length, history, IS_CAUSAL, HAS_TARGETS, BLOCK_M, BLOCK_N
+            )
+            first_key = key_of_tile(tiles - 1, near, skipped, HAS_TARGETS, BLOCK_N)
             send_rows(key, key_end, key_length, first_key, head // GROUP, keys, visit)
             await_left(queries, tile)
-            write_fields(fields, start, length, key_length, first_query, head)
+            write_fields(fields, start, length, key_length, first_query, head, history)
             mbarrier.expect(queries.full.index(0), 2 * query.block_type.nbytes)
             for i in gl.static_range(2):
                 row = first_query + i * GROUP_M
                 copy_rows(query, start + length, length, row, head, queries.full.index(0), queries.tiles.index(i))
             # Groups need a tile's keys before the values of the tile that they saw before it.
-            for _ in range(1, tiles):
-                send_rows(key, key_end, key_length, first_key - BLOCK_N, head // GROUP, keys, visit + 1)
+            for j in range(1, tiles):
+                next_key = key_of_tile(tiles - 1 - j, near, skipped, HAS_TARGETS, BLOCK_N)
+                send_rows(key, key_end, key_length, next_key, head // GROUP, keys, visit + 1)
                 send_rows(value, key_end, key_length, first_key, head // GROUP, values, visit)
-                first_key -= BLOCK_N
+                first_key = next_key
                 visit += 1
-            send_rows(value, key_end, key_length, 0, head // GROUP, values, visit)
+            send_rows(value, key_end, key_length, first_key, head // GROUP, values, visit)
             visit += 1
             tile += 1
         index = gl.atomic_add(counter, 1, sem="relaxed")
@@ -204,8 +199,8 @@ def addresses_of(layout: gl.constexpr, start, first, length, num_heads, head, HE
 
 @gluon.jit
 def weigh(
-    s, largest, weight, factor, first_position, first_key, key_length, IS_EDGE, IS_CAUSAL: gl.constexpr,
-    IS_POINTWISE: gl.constexpr,
+    s, largest, weight, factor, first_position, first_key, history, IS_EDGE, IS_CAUSAL: gl.constexpr,
+    HAS_TARGETS: gl.constexpr, IS_POINTWISE: gl.constexpr,
 ):  # fmt: skip
     """Take a tile's scores into a running softmax: weights, by what earlier ones shrink, largest score, sum of weights.
 
@@ -214,10 +209,8 @@ def weigh(
     layout: gl.constexpr = s.type.layout
     if IS_EDGE:
         keys = (first_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)))[None, :]
-        seen = keys < key_length
-        if IS_CAUSAL:
-            positions = (first_position + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, layout)))[:, None]
-            seen = seen & (keys <= positions)
+        positions = (first_position + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, layout)))[:, None]
+        seen = sees(positions, keys, history, IS_CAUSAL, HAS_TARGETS)
         s = gl.where(seen, s, 0.0 if IS_POINTWISE else float("-inf"))
     if IS_POINTWISE:
         halves = s * factor
@@ -233,7 +226,7 @@ def weigh(
 @gluon.jit
 def weigh_group(
     output, lse, total, num_heads, factor, normalizer, fields, queries, keys, values,
-    WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_POINTWISE: gl.constexpr, HEAD_DIM: gl.constexpr,
+    WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_TARGETS: gl.constexpr, IS_POINTWISE: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: output and log-sum-exp of rows `64 * WHICH ..` of each tile, until one has no queries."""
     dtype: gl.constexpr = output.dtype.element_ty
@@ -253,7 +246,10 @@ def weigh_group(
         key_length = field_of(fields, 2)
         first_query = field_of(fields, 3)
         head = field_of(fields, 4)
-        tiles, whole = key_tiles(first_query, length, key_length, IS_CAUSAL, BLOCK_N)
+        history = field_of(fields, 5) if HAS_TARGETS else key_length
+        tiles, whole, near, skipped = key_tiles(
+            first_query, length, key_length, history, IS_CAUSAL, HAS_TARGETS, BLOCK_M, BLOCK_N
+        )
         first_query += GROUP_M * WHICH
         position = first_query + key_length - length
         # Finite, so that rows which see none of a tile's keys have weights of 0 there.
@@ -264,8 +260,9 @@ def weigh_group(
         s = warpgroup_mma(q, visited_rows(keys, visit).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         leave_tile(keys, visit)
+        first_key = key_of_tile(tiles - 1, near, skipped, HAS_TARGETS, BLOCK_N)
         p, _, largest, weight = weigh(
-            s, largest, weight, factor, position, (tiles - 1) * BLOCK_N, key_length, tiles > whole, IS_CAUSAL, IS_POINTWISE
+            s, largest, weight, factor, position, first_key, history, tiles > whole, IS_CAUSAL, HAS_TARGETS, IS_POINTWISE
         )
         p = gl.convert_layout(p.to(dtype), p_layout)
         o = gl.zeros([GROUP_M, WIDTH], gl.float32, o_layout)
@@ -277,8 +274,9 @@ def weigh_group(
             o = warpgroup_mma(p, visited_rows(values, visit), o, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s,))
             leave_tile(keys, visit + 1)
+            first_key = key_of_tile(left, near, skipped, HAS_TARGETS, BLOCK_N)
             p, correction, largest, weight = weigh(
-                s, largest, weight, factor, position, left * BLOCK_N, key_length, left >= whole, IS_CAUSAL, IS_POINTWISE
+                s, largest, weight, factor, position, first_key, history, left >= whole, IS_CAUSAL, HAS_TARGETS, IS_POINTWISE
             )
             # The assembler moves a wait for products up to the last branch: this one has to stand below the weights.
             await_tile(values, visit + 1)
@@ -295,7 +293,7 @@ def weigh_group(
         visit += 1
 
         if IS_POINTWISE:
-            o = o * (1.0 / (normalizer if normalizer > 0.0 else gl.maximum(key_length, 1).to(gl.float32)))
+            o = o * pointwise_factor(normalizer, key_length)
         else:
             # A query that sees no key has an output of zeros and a log-sum-exp of -inf.
             divisor = gl.where(weight == 0.0, 1.0, weight)
@@ -313,34 +311,35 @@ def weigh_group(
 
 @gluon.jit(do_not_specialize=["num_samples", "total", "key_total", "num_heads"])
 def attention_forward_hopper_kernel(
-    query, key, value, offsets, key_offsets, output, lse, counter, num_samples, total, key_total, num_heads, scale, normalizer,
-    IS_CAUSAL: gl.constexpr, IS_POINTWISE: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    query, key, value, offsets, key_offsets, num_targets, output, lse, counter, num_samples, total, key_total, num_heads, scale,
+    normalizer, IS_CAUSAL: gl.constexpr, IS_POINTWISE: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp, `O = softmax(scale * Q K^T) V`, of all tiles of queries.
 
     Or pointwise, `O = SiLU(scale * Q K^T) V / normalizer`, by a sample's number of keys where that is 0, and nothing in `lse`.
     """
+    HAS_TARGETS: gl.constexpr = num_targets is not None
     fields = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     queries = make_ring(query, 1, 2, TILES=2)
     keys = make_ring(key, STAGES, 2)
     values = make_ring(value, STAGES, 2)
     fence_async_shared()
-    loads = (
-        query, key, value, offsets, key_offsets, counter, num_samples, total, key_total, num_heads,
-        fields, queries, keys, values, IS_CAUSAL, GROUP,
-    )  # fmt: skip
+    rows = query, key, value
+    lists = offsets, key_offsets, num_targets, counter
+    counts = num_samples, total, key_total, num_heads
+    room = fields, queries, keys, values
     factor = scale * (0.5 if IS_POINTWISE else LOG2_E)
     gl.warp_specialize(
         [
             (weigh_group, (
                 output, lse, total, num_heads, factor, normalizer, fields, queries, keys, values,
-                0, IS_CAUSAL, IS_POINTWISE, HEAD_DIM,
+                0, IS_CAUSAL, HAS_TARGETS, IS_POINTWISE, HEAD_DIM,
             )),
             (weigh_group, (
                 output, lse, total, num_heads, factor, normalizer, fields, queries, keys, values,
-                1, IS_CAUSAL, IS_POINTWISE, HEAD_DIM,
+                1, IS_CAUSAL, HAS_TARGETS, IS_POINTWISE, HEAD_DIM,
             )),
-            (load_warp, loads),
+            (load_warp, (rows, lists, counts, room, IS_CAUSAL, HAS_TARGETS, GROUP)),
         ],
         [4, 1], [240, 24],
     )  # fmt: skip
@@ -358,7 +357,7 @@ def forward(x: Inputs, o: Options) -> Outputs:
     _launch_forward(
         programs_for(x.q, num_samples),
         ragged_descriptor(x.q, GROUP_M.value), ragged_descriptor(x.k, BLOCK_N.value), ragged_descriptor(x.v, BLOCK_N.value),
-        x.q_offsets, x.q_offsets if x.k_offsets is None else x.k_offsets, output, lse,
+        x.q_offsets, x.q_offsets if x.k_offsets is None else x.k_offsets, x.num_targets, output, lse,
         torch.zeros(1, dtype=torch.int32, device=x.q.device), num_samples, total, x.k.shape[0], heads, o.scale, o.normalizer,
         IS_CAUSAL=o.causal, IS_POINTWISE=o.pointwise, GROUP=heads // x.k.shape[1], HEAD_DIM=head_dim, num_warps=4,
     )  # fmt: skip
