@@ -195,7 +195,8 @@ def hstu_gate_gradients_kernel(
         term = tl.load(bias + column, mask=within < WIDTH, other=0.0).to(tl.float32)[None, :]
     of_weight = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     of_bias = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    for start in range(first, end, BLOCK_N):
+    # While a step is computed, the next one's rows are on their way.
+    for start in tl.range(first, end, BLOCK_N, num_stages=2):
         row = (start + tl.arange(0, BLOCK_N))[:, None]
         exists = (row < end) & (within < WIDTH)[None, :]
         place = row * OUT + column[None, :]
@@ -245,11 +246,10 @@ def hstu_output_kernel(
         result = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for inner in range(0, IN, BLOCK_K):
             result = dot(x.load([row, inner]), tl.trans(weight.load([column, inner])), result, "ieee")
-        result += tl.load(bias + column + tl.arange(0, BLOCK_N)).to(tl.float32)[None, :]
         rows = (row + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
         columns = (column + tl.arange(0, BLOCK_N // 2))[None, :]
         for half in tl.static_range(2):
             at = columns + half * (BLOCK_N // 2)
             kept = tl.load(residual + rows * residual_stride + at, mask=rows < num_rows, other=0.0).to(tl.float32)
-            kept += halves_of(result)[half]
+            kept += tl.load(bias + at).to(tl.float32) + halves_of(result)[half]
             tl.store(output + rows * OUT + at, kept.to(output.dtype.element_ty), mask=rows < num_rows)

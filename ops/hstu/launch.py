@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from types import ModuleType
+
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -13,16 +16,15 @@ from jagged.ops._shared.sizes import cdiv, next_power_of_2
 from jagged.ops.hstu import torch_impl
 from jagged.ops.hstu.configurations import (
     GATE_ELEMENTS,
-    GATE_ELEMENTS_BACKWARD,
     GATE_PROGRAMS,
     GATE_WARPS,
-    GATE_WARPS_BACKWARD,
     LEAST_CAPABILITY,
     SILU_COLUMNS,
     SILU_ELEMENTS,
     SILU_PROGRAMS,
     SILU_WARPS,
     Configuration,
+    gate_gradients_tile,
     product_configuration,
 )
 from jagged.ops.hstu.kernels import (
@@ -55,7 +57,10 @@ _launch_output = Launcher(hstu_output_kernel)
 
 
 def projection(x: Inputs, o: Options) -> Outputs:
-    """Launch `hstu_projection_kernel`; float32, widths that no tile divides and other GPUs have PyTorch's product."""
+    """Launch Hopper's kernel where it serves, or `hstu_projection_kernel`.
+
+    float32, widths that no tile divides and older GPUs have PyTorch's product.
+    """
     rows, weight, bias = x
     (total, width), columns = rows.shape, weight.shape[0]
     chosen = _configuration(rows, width, columns // 4)
@@ -63,6 +68,10 @@ def projection(x: Inputs, o: Options) -> Outputs:
         return torch_impl.projection(x, o)
     u, v, q, k = (rows.new_empty(total, o.num_heads, columns // (4 * o.num_heads)) for _ in range(4))
     before = rows.new_empty(0) if o.recompute else rows.new_empty(total, columns)
+    hopper = _hopper()
+    if hopper is not None and hopper.supports(rows, weight):
+        hopper.project(rows, weight, bias.contiguous(), u, v, q, k, None if o.recompute else before)
+        return Outputs(u, v, q, k, before)
     tiles = cdiv(total, chosen.rows) * (columns // chosen.columns)
     _launch_projection(
         (min(tiles, chosen.programs * gpu(rows.device).multiprocessors),),
@@ -72,6 +81,16 @@ def projection(x: Inputs, o: Options) -> Outputs:
         num_warps=chosen.num_warps,
     )  # fmt: skip
     return Outputs(u, v, q, k, before)
+
+
+@functools.cache
+def _hopper() -> ModuleType | None:
+    """Return the kernels in Gluon; None where this Triton has not that experimental language."""
+    try:
+        import jagged.ops.hstu.hopper as module
+    except ImportError:
+        return None
+    return module
 
 
 def projection_gradient(x: Slopes, o: NoOptions) -> Before:
@@ -141,14 +160,14 @@ def gate_gradients(x: GateSlopes, o: OutputOptions) -> GateGradients:
         return torch_impl.gate_gradients(x, o)
     attended, gate, grad, block = _adjacent(x.attended), _adjacent(x.gate), x.grad.contiguous(), next_power_of_2(width)
     of_attended, of_gate, gated = (of.new_empty(of.shape) for of in (x.attended, x.gate, grad))
-    rows = max(1, GATE_ELEMENTS_BACKWARD // block)
+    rows, num_warps = gate_gradients_tile(block, x.attended.itemsize)
     num_parts, rows_of_part = split(total, rows, o.num_groups, GATE_PROGRAMS, grad.device)
     parts = grad.new_empty(num_parts, 2, columns, dtype=torch.float32)
     _launch_gate_gradients(
         (num_parts, o.num_groups),
         grad, attended, gate, x.norm_weight.contiguous(), _vector(x.norm_bias), x.dropout_seed, of_attended, of_gate, gated,
         parts, total, rows_of_part, attended.stride(0), gate.stride(0), o.eps, *_dropout(o), WIDTH=width,
-        NUM_GROUPS=o.num_groups, CENTRED=o.centred, CONCAT=o.concat, BLOCK_N=rows, BLOCK_D=block, num_warps=GATE_WARPS_BACKWARD,
+        NUM_GROUPS=o.num_groups, CENTRED=o.centred, CONCAT=o.concat, BLOCK_N=rows, BLOCK_D=block, num_warps=num_warps,
     )  # fmt: skip
     return GateGradients(of_attended, of_gate, parts[:, 0].sum(0), parts[:, 1].sum(0), gated)
 

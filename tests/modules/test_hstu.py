@@ -205,8 +205,8 @@ def test_recompute_keeps_less(place: Place) -> None:
             output = block(x).values()
         kept[recompute] = sum(sizes.values())
         gradients.append(torch.autograd.grad(output.square().sum(), list(block.parameters())))
-    # What SiLU is applied to, of four parts.
-    assert kept[False] - kept[True] >= 4 * 500 * DIM * 4
+    # What SiLU is applied to, of four parts; the bias, which is kept in its place, is small.
+    assert kept[False] - kept[True] >= 0.99 * 4 * 500 * DIM * 4
     for first, second in zip(*gradients, strict=True):
         torch.testing.assert_close(first, second)
 
