@@ -137,8 +137,6 @@ class StochasticLength(SeededModule):
         kept = torch.nn.functional.pad(lengths.cumsum(0, dtype=offsets.dtype), (1, 0))
         total = int(kept[-1]) if total is None else total
         place = torch.arange(num_rows, device=offsets.device)
-        if not num_rows:
-            return KeptRows(place, kept)
         samples = sample_of_row(offsets, num_rows)
         numbers = drawn_negatives(Draw("uniform", 1, self.next_seed() ^ _SALT), num_rows, _NUMBERS)[:, 0]
         # Within each sample by their numbers; of these the first so many are kept.

@@ -103,9 +103,10 @@ def masked(module: ItemMasking, x: Inputs) -> Tensor:
 
 
 def shortened(module: StochasticLength, x: Inputs) -> Tensor:
-    """A row of each sample, so that their number is known."""
+    """A row of each sample, so that their number is known; those that have none are told by a row behind the last."""
     lengths = torch.ones_like(x.items.offsets()[1:])
-    return x.rows.values()[module(x.items, lengths, x.targets.shape[0]).rows]
+    rows = torch.cat([x.rows.values(), x.rows.values().new_zeros(1, DIM)])
+    return rows[module(x.items, lengths, x.targets.shape[0]).rows]
 
 
 CASES = {
