@@ -93,7 +93,7 @@ def jagged_attention(
             CPU float64. Strided tensors work; where the last dimension is contiguous, as in slices of a fused projection
             `[S, 3, H, D]`, the kernels read them in place.
         k: keys `[Sk, Hkv, D]`, of the dtype and device of `q`. Hkv divides H: query head h reads key head `h // (H // Hkv)`.
-        v: values `[Sk, Hkv, D]`, of the dtype and device of `q`.
+        v: values `[Sk, Hkv, Dv]`, of the dtype and device of `q`; their width Dv, 1 to 256, need not be D.
         q_offsets: `[B + 1]`, int32 or int64, from 0; sample b owns the queries `q_offsets[b] .. q_offsets[b + 1] - 1`.
         k_offsets: `[B + 1]`, of the dtype of `q_offsets`: each sample's keys and values; None for those of the queries.
         causal: hide the keys past a query's position.
@@ -130,7 +130,7 @@ def jagged_attention(
             lengths on the host, which for CUDA tensors is a synchronisation; there it is an aid to debugging.
 
     Returns:
-        `[Sq, H, D]`, contiguous, in the dtype of the inputs. With `return_lse` also the natural log-sum-exp `[H, Sq]`, float32
+        `[Sq, H, Dv]`, contiguous, in the dtype of the inputs. With `return_lse` also the natural log-sum-exp `[H, Sq]`, float32
         (float64 for float64 inputs), minus infinity for a query that sees no key; it has a gradient. Dropout leaves it as it is.
 
     Raises:
@@ -235,7 +235,7 @@ def jagged_hstu_attention(
         q: queries `[Sq, H, D]`, with `Sq = sum Lq`, H heads and a head width D of 1 to 256; float32, bfloat16, float16, and on
             CPU float64. Strided tensors work; where the last dimension is contiguous the kernels read them in place.
         k: keys `[Sk, Hkv, D]`, of the dtype and device of `q`. Hkv divides H: query head h reads key head `h // (H // Hkv)`.
-        v: values `[Sk, Hkv, D]`, of the dtype and device of `q`.
+        v: values `[Sk, Hkv, Dv]`, of the dtype and device of `q`; their width Dv, 1 to 256, need not be D.
         offsets: `[B + 1]`, int32 or int64, from 0; sample b owns the queries `offsets[b] .. offsets[b + 1] - 1`.
         k_offsets: `[B + 1]`, of the dtype of `offsets`: each sample's keys and values; None for those of the queries. Query i of
             Lq stands at position `i + Lk - Lq`.
@@ -259,7 +259,7 @@ def jagged_hstu_attention(
             lengths on the host, which for CUDA tensors is a synchronisation; there it is an aid to debugging.
 
     Returns:
-        `[Sq, H, D]`, contiguous, in the dtype of the inputs.
+        `[Sq, H, Dv]`, contiguous, in the dtype of the inputs.
 
     Raises:
         TypeError: a dtype that is not supported, or dtypes that differ.

@@ -31,7 +31,7 @@ def check_rows(q: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor | None) -> Non
     """Check queries, keys and values against one another."""
     check_tensor("q", q, "[Sq, H, D]", FLOATS)
     check_tensor("k", k, "[Sk, Hkv, D]", FLOATS)
-    check_tensor("v", v, "[Sk, Hkv, D]", FLOATS)
+    check_tensor("v", v, "[Sk, Hkv, Dv]", FLOATS)
     check_factors("k", k, "q", q)
     check_factors("v", v, "q", q)
     (total, heads, width), (key_total, key_heads, key_width) = q.shape, k.shape
@@ -44,8 +44,12 @@ def check_rows(q: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor | None) -> Non
             f"k: expected a number of heads Hkv that divides the {heads} of q, got {key_heads}; "
             "each key head serves as many query heads"
         )
-    if v.shape != k.shape:
-        raise ValueError(f"v: expected the shape of k, {list(k.shape)}, got {list(v.shape)}")
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(
+            f"v: expected [{key_total}, {key_heads}, Dv], the rows and heads of k, got {list(v.shape)}; give every key its value"
+        )
+    if not 1 <= v.shape[2] <= MAX_HEAD_DIM:
+        raise ValueError(f"v: expected a head width Dv of 1 to {MAX_HEAD_DIM}, got {v.shape[2]}; use more and narrower heads")
     if k_offsets is None and not holds(key_total == total):
         raise ValueError(f"k: expected the {total} rows of q, got {key_total}; for keys of other lengths give their k_offsets")
     for name, rows in (("q", total), ("k", key_total)):

@@ -12,7 +12,10 @@ from jagged.ops._shared.operator import Differentiable, operator
 
 
 class Inputs(NamedTuple):
-    """Keys without offsets or times have those of the queries; `bias_offsets` tell where a jagged bias's samples begin."""
+    """Keys without offsets or times have those of the queries; `bias_offsets` tell where a jagged bias's samples begin.
+
+    Queries and keys share a width, values may have another.
+    """
 
     q: Differentiable
     k: Differentiable
@@ -49,7 +52,7 @@ class Options(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """`[Sq, H, D]`, and the natural log-sum-exp `[H, Sq]`, float32 or float64; pointwise weights have an empty one."""
+    """`[Sq, H, Dv]`, and the natural log-sum-exp `[H, Sq]`, float32 or float64; pointwise weights have an empty one."""
 
     output: Tensor
     lse: Tensor
@@ -58,7 +61,7 @@ class Outputs(NamedTuple):
 def _shapes(x: Inputs, o: Options) -> Outputs:
     total, heads, _ = x.q.shape
     lse = x.q.new_empty((0,) if o.pointwise else (heads, total), dtype=torch.promote_types(x.q.dtype, torch.float32))
-    return Outputs(x.q.new_empty(x.q.shape), lse)
+    return Outputs(x.q.new_empty(total, heads, x.v.shape[2]), lse)
 
 
 def _gradient_shapes(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mapping[str, torch.dtype]) -> dict[str, Tensor]:

@@ -118,13 +118,13 @@ class Plan:
 
 
 def _is_plain(x: Inputs, o: Options) -> bool:
-    """Whether the kernel knows all that is asked: softmax of as many key heads as query heads, also causal."""
+    """Whether the kernel knows all that is asked: softmax of as many key heads as query heads, of one width, also causal."""
     extras = (x.num_targets, x.relative_bias, x.time_bias, x.bias, x.dropout_seed)
     return (
         x.q.is_cpu
         and not (o.pointwise or o.softcap or o.window or o.num_contextual)
         and all(extra is None for extra in extras)
-        and x.q.shape[1] == x.k.shape[1]
+        and x.q.shape[1:] == x.k.shape[1:] == x.v.shape[1:]
         # Its causal queries begin with their keys.
         and (not o.causal or x.k_offsets is None)
         and x.q_offsets.shape[0] > 1

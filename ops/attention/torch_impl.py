@@ -309,17 +309,18 @@ def forward(x: Inputs, o: Options) -> Outputs:
 
 
 def _forward(x: Inputs, o: Options) -> Outputs:
-    dtype, (heads, width) = torch.promote_types(x.q.dtype, torch.float32), x.k.shape[1:]
-    biases = _Biases(x, {})
+    dtype, (heads, width), value_width = torch.promote_types(x.q.dtype, torch.float32), x.k.shape[1:], x.v.shape[2]
+    biases, group = _Biases(x, {}), x.q.shape[1] // heads
     dropout = None if x.dropout_seed is None else _Dropout(x.dropout_seed, o.dropout_p)
     # What sees no key stays as it is here, and so do rows that no sample covers, which only wrong offsets have.
-    output = torch.zeros_like(_flat(x.q, heads, dtype))
-    lse = output.new_full((output.shape[0], output.shape[1] // width), -torch.inf)
+    output = x.q.new_zeros(x.q.shape[0] * heads, group * value_width, dtype=dtype)
+    lse = output.new_full((output.shape[0], group), -torch.inf)
     flat = [_flat(rows, heads, dtype) for rows in x[:3]]
     for chunk in _chunks(x):
-        query, key, value = (side.pad(rows, width) for side, rows in zip(chunk.sides, flat, strict=True))
+        widths = width, width, value_width
+        query, key, value = (side.pad(rows, of) for side, rows, of in zip(chunk.sides, flat, widths, strict=True))
         query *= o.scale
-        result, sums = torch.empty_like(query), query.new_empty(*query.shape[:2], 1)
+        result, sums = (query.new_empty(*query.shape[:2], of) for of in (value_width, 1))
         for block in chunk.blocks(x, o):
             if o.pointwise:
                 weights = F.silu(chunk.scores(query, key, block, biases, 0.0, _SILU_NOTHING)[0], inplace=True)
@@ -344,7 +345,7 @@ def _forward(x: Inputs, o: Options) -> Outputs:
         if not o.pointwise:
             chunk.queries.unpad_into(lse, sums)
     lse = output.new_empty(0) if o.pointwise else lse.view(x.q.shape[:2]).t().contiguous()
-    return Outputs(output.view(x.q.shape).to(x.q.dtype), lse)
+    return Outputs(output.view(*x.q.shape[:2], value_width).to(x.q.dtype), lse)
 
 
 def _normalize(x: Tensor, chunk: _Chunk, normalizer: float) -> None:
@@ -364,12 +365,12 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
 
 
 def _backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    heads, width = x.k.shape[1:]
+    (heads, width), value_width = x.k.shape[1:], x.v.shape[2]
     dtype = torch.promote_types(x.q.dtype, torch.float32)
     biases = _Biases(x, wanted)
     dropout = None if x.dropout_seed is None else _Dropout(x.dropout_seed, o.dropout_p)
     # A log-sum-exp may be all that has a gradient.
-    grad = x.q.new_zeros(()).expand(x.q.shape) if grads.output is None else grads.output
+    grad = x.q.new_zeros(()).expand(*x.q.shape[:2], value_width) if grads.output is None else grads.output
     flat = [_flat(rows, heads, dtype) for rows in (x.q, grad, x.k, x.v)]
     sums_of = [torch.zeros_like(rows) for rows in (flat[0], *flat[2:])]
     if not o.pointwise:
@@ -378,8 +379,8 @@ def _backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappi
         flat_lse = flat_lse.masked_fill(flat_lse == -torch.inf, torch.inf)
         flat_grad_lse = None if grads.lse is None else _flat(grads.lse.t()[..., None], heads, dtype)
     for chunk in _chunks(x):
-        query, upstream = (chunk.queries.pad(rows, width) for rows in flat[:2])
-        key, value = (chunk.keys.pad(rows, width) for rows in flat[2:])
+        query, key = chunk.queries.pad(flat[0], width), chunk.keys.pad(flat[2], width)
+        upstream, value = chunk.queries.pad(flat[1], value_width), chunk.keys.pad(flat[3], value_width)
         query *= o.scale
         valid = chunk.queries.valid
         if o.pointwise:

@@ -126,8 +126,9 @@ def attention(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
         output, lse = jagged_attention(
             q, k, v, q_offsets, offsets, window=9, num_targets=2, num_contextual=3, return_lse=True, backend=backend
         )
+        narrower = jagged_hstu_attention(q, k, v[..., : width // 2], offsets, backend=backend)
         # What comes into the backward are the outputs, which are to be finite.
-        return [*plain, output, lse.clamp(min=-1e3)]
+        return [*plain, output, lse.clamp(min=-1e3), narrower]
 
     return Step(forward, _leaves(dtype, *[(batch.total, heads, width) for heads in (4, 2, 2)]))
 

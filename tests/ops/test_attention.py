@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jagged.ops import jagged_attention, jagged_hstu_attention
-from jagged.ops.attention import torch_impl
+from jagged.ops.attention import hopper, torch_impl
 from jagged.ops.attention.spec import Inputs, Options
 from jagged.ops.attention.triton.configurations import TABLE, configuration
 from tests.graphs import captured
@@ -51,7 +51,7 @@ MASKS: list[dict[str, object]] = [
 
 @dataclass(frozen=True)
 class Case:
-    """Queries and keys, heads of which `group` share a key head, and the options of a call."""
+    """Queries and keys, heads of which `group` share a key head, and a call's options; None for values as wide as keys."""
 
     queries: Jagged
     keys: Jagged | None
@@ -61,10 +61,13 @@ class Case:
     dtype: torch.dtype
     seed: int
     options: dict[str, object]
+    value_dim: int | None = None
 
     def inputs(self) -> list[Tensor]:
         keys = self.queries if self.keys is None else self.keys
-        shapes = (self.queries.total, self.heads * self.group, self.head_dim), *[(keys.total, self.heads, self.head_dim)] * 2
+        rows = (self.queries.total, self.heads * self.group), *[(keys.total, self.heads)] * 2
+        widths = self.head_dim, self.head_dim, self.value_dim or self.head_dim
+        shapes = [(*of, width) for of, width in zip(rows, widths, strict=True)]
         return [random_tensor(shape, self.dtype, self.seed + index) for index, shape in enumerate(shapes)]
 
     def offsets(self) -> tuple[Tensor, Tensor | None]:
@@ -90,6 +93,7 @@ def cases(
         keys = jagged_of((*lengths, 7), queries.offsets.dtype)
     queries = jagged_of((*queries.lengths, 5), queries.offsets.dtype)
     head_dim = draw(st.sampled_from(head_dims))
+    value_dim = draw(st.none() | st.sampled_from(head_dims))
     ragged = st.lists(st.integers(-1, 12), min_size=queries.batch_size - 1, max_size=queries.batch_size - 1)
     sides = st.tuples(st.none() | st.integers(shortest_window - 1, 40), st.none() | st.integers(0, 40))
     window = draw(st.none() | st.integers(shortest_window, 40) | sides)
@@ -110,8 +114,8 @@ def cases(
         options["windowed_context"] = bool(options["num_contextual"]) and draw(st.booleans())
         if options["causal"] and not options["windowed_context"]:
             options["global_prefix"] = draw(st.integers(0, 40))
-    heads = draw(HEADS) + 512 // (head_dim * queries.total * group)
-    return Case(queries, keys, heads, group, head_dim, dtype, draw(seeds()), options)
+    heads = draw(HEADS) + 512 // (min(head_dim, value_dim or head_dim) * queries.total * group)
+    return Case(queries, keys, heads, group, head_dim, dtype, draw(seeds()), options, value_dim)
 
 
 def inputs_of(batch: Jagged, heads: int, head_dim: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
@@ -187,8 +191,9 @@ def test_a_prefix_that_every_window_keeps(place: Place, dtype: torch.dtype, data
 def test_triton_can_make_every_tile(row: Any) -> None:
     """Interpreted kernels take tiles that a GPU's do not, and no number of warps at all."""
     of_others = [
-        configuration(width, dtype, total, 1, allows_tma=False)
+        configuration(width, dtype, total, 1, allows_tma=False, value_dim=value_dim)
         for width, dtype, total in itertools.product((1, 20, 200), (torch.float16, torch.float32), (1, 64, 1_000))
+        for value_dim in (None, 48)
     ]
     rows = [TABLE[row]] if row in TABLE else of_others
     for tiles in (tiles for of in rows for tiles in (of.forward, of.dq, of.dkv)):
@@ -247,6 +252,60 @@ def test_slices_of_a_fused_projection_and_other_strides(place: Place, causal: bo
     check(place, batch, [heads_first, gaps, width_first], causal=causal)
     grouped = random_tensor((batch.total, 6 + 2 + 2, 24), torch.float32, 8)
     check(place, batch, list(grouped.split([6, 2, 2], 1)), causal=causal, return_lse=True)
+
+
+def projected(batch: Jagged, heads: int, head_dim: int, value_dim: int, dtype: torch.dtype) -> list[Tensor]:
+    """Queries, keys and values of a width of their own as slices of one projection, each with its heads side by side."""
+    widths = heads * head_dim, heads * head_dim, heads * value_dim
+    parts = random_tensor((batch.total, sum(widths)), dtype, 5).split(widths, 1)
+    return [part.unflatten(1, (heads, -1)) for part in parts]
+
+
+# Keys of queries' width, and values: wider and narrower, of the least and the largest tiles, and where rows begin anywhere.
+WIDTHS = [(64, 128), (128, 64), (32, 64), (16, 256), (256, 32), (7, 100), (96, 1)]
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), WIDTHS if PLACE.name != "interpret" else [(16, 40), (40, 7)])
+def test_values_of_another_width(place: Place, head_dim: int, value_dim: int) -> None:
+    """By the tiles of short, medium and long samples, in place from a projection; grouped heads, and keys of other rows."""
+    lengths = [(31, 0, 33, 1), (90, 0, 97, 60), (300, 0, 97, 130)] if place.name != "interpret" else [(31, 0, 33, 1)]
+    for number, of in enumerate(lengths):
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[number]
+        batch, keys = jagged_of(of), jagged_of((of[1], of[0], *of[2:]))
+        check(place, batch, projected(batch, 2, head_dim, value_dim, dtype), causal=True)
+        grouped = Case(batch, keys, 1, 2, head_dim, dtype, 0, {}, value_dim).inputs()
+        check(place, batch, grouped, keys, return_lse=True, window=20, num_targets=2)
+
+
+def test_values_of_another_width_change_no_weight(place: Place) -> None:
+    """Fewer columns of the values give as many of the output, and the same log-sum-exp."""
+    batch = jagged_of((31, 0, 33, 1))
+    q, k, v = inputs_of(batch, 2, 48, torch.float32)
+    whole, whole_lse = jagged_attention(q, k, v, batch.offsets, causal=True, return_lse=True, backend=place.backend)
+    for width in (1, 16, 40):
+        fewer = v[..., :width]
+        output, lse = jagged_attention(q, k, fewer, batch.offsets, causal=True, return_lse=True, backend=place.backend)
+        assert output.is_contiguous()
+        torch.testing.assert_close((output, lse), (whole[..., :width], whole_lse))
+
+
+def test_a_gradient_of_log_sum_exp_alone_beside_wider_values(place: Place) -> None:
+    batch = jagged_of((9, 0, 20))
+    leaves = [x.requires_grad_() for x in Case(batch, None, 2, 1, 16, torch.float32, 0, {}, 40).inputs()]
+    _, lse = jagged_attention(*leaves, batch.offsets, return_lse=True, backend=place.backend)
+    _, expected = padded_attention(*leaves, batch.offsets)
+    slope = random_tensor(tuple(lse.shape), torch.float32, 3)
+    found, wanted = (torch.autograd.grad((of * slope).sum(), leaves, materialize_grads=True) for of in (lse, expected))
+    torch.testing.assert_close(found, wanted)
+    assert not found[2].any()
+
+
+def test_kernels_for_hopper_leave_values_of_another_width(place: Place) -> None:
+    rows = torch.zeros(300, 2, 128, dtype=torch.bfloat16, device=place.device)
+    offsets = torch.tensor([0, 300], device=place.device)
+    for pointwise in (False, True):
+        reason = hopper.supports(Inputs(rows, rows, rows[..., :64], offsets), Options(causal=True, pointwise=pointwise))
+        assert reason == "values are of another width than keys"
 
 
 def test_offsets_and_targets_with_strides(place: Place) -> None:
@@ -454,7 +513,7 @@ def test_second_derivatives_are_refused(place: Place) -> None:
 def test_opcheck(place: Place, dtype: torch.dtype) -> None:
     batch, keys = jagged_of((2, 0, 3)), jagged_of((4, 1, 2))
     fused = random_tensor((batch.total, 3, 2, 4), dtype, 0).unbind(1)
-    across = Case(batch, keys, 2, 3, 4, dtype, 0, {}).inputs()
+    across = Case(batch, keys, 2, 3, 4, dtype, 0, {}, 5).inputs()
     forward, backward = torch.ops.jagged.attention.default, torch.ops.jagged.attention_backward.default
     targets = torch.tensor([1, 0, 2], device=place.device)
     for x, o, with_lse in (
@@ -517,7 +576,8 @@ def test_one_graph_for_all_jagged_shapes(place: Place, across: bool) -> None:
     for lengths in ((2, 4, 3), (5, 0, 1, 9), (0, 7), (30, 2, 2, 2, 2)):
         batch, others = jagged_of(lengths), jagged_of(tuple(length + 3 for length in lengths))
         keys = others if across else None
-        leaves = [x.requires_grad_() for x in Case(batch, keys, 3, 2, 12, torch.float32, 0, {}).inputs()]
+        case = Case(batch, keys, 3, 2, 12, torch.float32, 0, {}, 20 if across else None)
+        leaves = [x.requires_grad_() for x in case.inputs()]
         offsets = batch.offsets, None if keys is None else keys.offsets
         expected = function(*leaves, *offsets)
         wanted = torch.autograd.grad(expected.square().sum(), leaves)
@@ -597,6 +657,7 @@ def test_meta_tensors_have_shapes(place: Place) -> None:
     assert k.grad is not None
     assert k.grad.shape == k.shape
     assert jagged_attention(q, k[:3], v[:3], offsets, offsets).shape == (5, 6, 8)
+    assert jagged_attention(q, k, v.expand(5, 2, 8)[..., :3], offsets).shape == (5, 6, 3)
 
 
 @pytest.mark.usefixtures("unchecked")
@@ -609,7 +670,25 @@ def test_messages_name_argument_and_cure(place: Place, monkeypatch: pytest.Monke
         (("q", q, q, offsets), {}, TypeError, r"q: expected a tensor \[Sq, H, D\], got str"),
         ((q.long(), q, q, offsets), {}, TypeError, r"q: expected dtype .*, got int64"),
         ((q, q.half(), q, offsets), {}, TypeError, r"k: expected the dtype of q, float32, got float16"),
-        ((q, q, q[:2], offsets), {}, ValueError, r"v: expected the shape of k, \[3, 2, 4\], got \[2, 2, 4\]"),
+        ((q, q, q[0], offsets), {}, ValueError, r"^v: expected shape \[Sk, Hkv, Dv\], got \[2, 4\]$"),
+        *(
+            (
+                (q, q, v, offsets),
+                {},
+                ValueError,
+                rf"^v: expected \[3, 2, Dv\], the rows and heads of k, got \[{got}, 4\]; give every key its value$",
+            )
+            for v, got in ((q[:2], "2, 2"), (q[:, :1], "3, 1"))
+        ),
+        *(
+            (
+                (q, q, q.new_zeros(3, 2, width), offsets),
+                {},
+                ValueError,
+                f"^v: expected a head width Dv of 1 to 256, got {width}; use more and narrower heads$",
+            )
+            for width in (0, 257)
+        ),
         ((q, q[:2], q[:2], offsets), {}, ValueError, "k: expected the 3 rows of q, got 2; .* give their k_offsets"),
         ((q[:, :1], q, q, offsets), {}, ValueError, "k: expected a number of heads Hkv that divides the 1 of q, got 2"),
         ((*[q[:, :0]] * 3, offsets), {}, ValueError, "k: expected a number of heads Hkv that divides the 0 of q, got 0"),

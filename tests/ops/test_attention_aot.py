@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from typing import Any
 
 import pytest
+import torch
 
-from jagged.ops.attention.triton.configurations import TABLE
+from jagged.ops.attention.triton.configurations import TABLE, configuration, padded_width
 from tests.aot import AMD, AMD_SHARED_BYTES, TARGETS, Resources, compile_kernel
 from tests.places import PLACE
 
@@ -69,6 +71,10 @@ BIASED_SPILLS = {
     (2, 64, "biased"): (0, 1668, 536),
     (2, 128, "biased"): (136, 2316, 640),
 }
+# Widths of keys, and of values.
+UNEQUAL = ((64, 128), (128, 64), (32, 64))
+# Tiles that spill something where values are of another width than keys, on any GPU.
+UNEQUAL_SPILLS: dict[tuple[Row, str], int] = {}
 TOO_LARGE_FOR_AMD = {
     ((2, 128, "pointers"), "forward"),
     ((2, 256, "pointers"), "forward"),
@@ -84,6 +90,7 @@ def compile_row(
     precision: str = "ieee",
     causal: bool = True,
     head_dim: int | None = None,
+    value_dim: int | None = None,
     has_options: bool = False,
     extras: tuple[str, ...] = (),
 ) -> Resources:
@@ -91,15 +98,19 @@ def compile_row(
     size, width, kind = row
     tiles = TABLE[row][KERNELS.index(name)]
     block_m, block_n = (tiles.visit, tiles.own) if name == "backward_dkv" else (tiles.own, tiles.visit)
+    is_odd, head_dim = head_dim is not None and value_dim is None, head_dim or width
+    value_dim = value_dim or (head_dim // 2 if kind == "unequal" else head_dim)
     constants = {
         "IS_CAUSAL": causal,
         "GROUP": 2 if has_options else 1,
         "APART": TABLE[row].apart,
         "USE_TMA": tiles.tma,
-        "HEAD_DIM": head_dim or width,
+        "HEAD_DIM": head_dim,
+        "VALUE_DIM": value_dim,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
-        "BLOCK_D": width,
+        "BLOCK_D": padded_width(head_dim),
+        "BLOCK_DV": padded_width(value_dim),
         "INPUT_PRECISION": precision,
     }
     if name == "backward_dq":
@@ -127,7 +138,7 @@ def compile_row(
         num_stages=tiles.num_stages,
         max_registers=tiles.max_registers if arch == 90 else None,
         # Rows of an odd width need not begin at 16 bytes; `configuration` gives them the tiles for short samples.
-        divisible=strides if head_dim is None else (),
+        divisible=() if is_odd else strides,
     )
 
 
@@ -149,33 +160,33 @@ def test_common_tiles(name: str, arch: int) -> None:
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("is_pointwise", [False, True])
 @pytest.mark.parametrize(
-    ("dtype", "causal", "head_dim", "group", "offsets", "targets"),
+    ("dtype", "causal", "head_dim", "group", "offsets", "masks"),
     [
-        ("bf16", True, 128, 1, "*i64", None),
-        ("fp16", False, 96, 2, "*i32", None),
-        ("bf16", True, 128, 1, "*i64", "*i64"),
-        ("fp16", True, 96, 2, "*i32", "*i32"),
+        ("bf16", True, 128, 1, "*i64", ()),
+        ("fp16", False, 96, 2, "*i32", ()),
+        ("bf16", True, 128, 1, "*i64", ("num_targets",)),
+        ("fp16", True, 96, 2, "*i32", ("num_targets",)),
+        ("bf16", True, 128, 1, "*i64", ("window",)),
+        ("bf16", True, 128, 2, "*i64", ("num_contextual", "num_targets")),
+        ("bf16", False, 128, 1, "*i64", ("window", "reach", "num_contextual", "prefix", "num_targets")),
     ],
 )
 def test_warps_that_specialise(
-    name: str, is_pointwise: bool, dtype: str, causal: bool, head_dim: int, group: int, offsets: str, targets: str | None
+    name: str, is_pointwise: bool, dtype: str, causal: bool, head_dim: int, group: int, offsets: str, masks: tuple[str, ...]
 ) -> None:
     """On Hopper alone. The assembler lets products overlap only where nothing reads their sums before they are waited for."""
     from jagged.ops.attention.hopper import backward, forward
 
     kernel = getattr(forward if name == "forward" else backward, f"attention_{name}_hopper_kernel")
     constants: dict[str, Any] = {"IS_CAUSAL": causal, "IS_POINTWISE": is_pointwise, "GROUP": group, "HEAD_DIM": head_dim}
-    signature = dict.fromkeys(kernel.arg_names, "i32") | {"offsets": offsets, "key_offsets": offsets}
+    signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(("offsets", "key_offsets", "num_targets"), offsets)
     signature |= dict.fromkeys(("scale", "normalizer"), "fp32")
     signature |= dict.fromkeys(("output", "grad_query", "grad_key", "grad_value"), f"*{dtype}") | {"counter": "*i32"}
     signature |= dict.fromkeys(("lse", "grad_lse", "statistics"), "*fp32")
     for rows in ("query", "key", "value", "grad"):
         block = forward.BLOCK_N if name == "forward" and rows in ("key", "value") else forward.GROUP_M
         signature[rows] = f"tensordesc<{dtype}{[1, 1, 1, block.value, forward.WIDTH.value]},{forward.LAYOUT!r}>"
-    if targets is None:
-        constants["num_targets"] = None
-    else:
-        signature["num_targets"] = targets
+    constants |= dict.fromkeys({"num_targets", "window", "reach", "num_contextual", "prefix"} - set(masks))
     if causal:
         constants["grad_lse"] = None
     if is_pointwise and name != "forward":
@@ -201,6 +212,37 @@ def test_other_dtypes_widths_and_options(name: str) -> None:
     check(name, 90, (2, 128, "short"), head_dim=100)
     check(name, 90, (4, 32, "long"))
     check(name, 90, (4, 64, "short"), precision="tf32", causal=False)
+
+
+def check_unequal(name: str, arch: int, row: Row, head_dim: int, value_dim: int, **options: Any) -> None:
+    used = compile_row(name, arch, row, head_dim=head_dim, value_dim=value_dim, **options)
+    where = f"{name} {row} of {head_dim} and {value_dim} for sm_{arch}, {options}: {used}"
+    assert used.spills <= UNEQUAL_SPILLS.get((row, name), 0), where
+    assert used.shared_bytes <= SHARED_BYTES[arch], where
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("head_dim", "value_dim"), [*UNEQUAL, (16, 256)])
+def test_values_of_another_width(name: str, head_dim: int, value_dim: int) -> None:
+    row = (2, max(head_dim, value_dim), "unequal" if value_dim == 256 else "long")
+    assert configuration(head_dim, torch.bfloat16, 1_000, 1, allows_tma=True, value_dim=value_dim) is TABLE[row]
+    check_unequal(name, 90, row, head_dim, value_dim)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("head_dim", "value_dim"), [*itertools.permutations((16, 32, 64, 128, 256), 2)])
+def test_values_of_every_other_width(head_dim: int, value_dim: int, dtype: torch.dtype) -> None:
+    """By the tiles of samples of any length, plain and pointwise; the commonest on every GPU."""
+    for arch in TARGETS if (head_dim, value_dim) in UNEQUAL else (90,):
+        chosen = [
+            configuration(head_dim, dtype, total, 1, allows_tma=allows_tma and arch >= 90, kind=kind, value_dim=value_dim)
+            for total, allows_tma, kind in itertools.product((1, 64, 1_000), (False, True), ("plain", "pointwise"))
+        ]
+        for row in [row for row, tiles in TABLE.items() if any(tiles is one for one in chosen)]:
+            for name in KERNELS:
+                check_unequal(name, arch, row, head_dim, value_dim)
+                check_unequal(name, arch, row, head_dim, value_dim, causal=False)
 
 
 def check_extras(name: str, arch: int, row: Row) -> None:

@@ -214,7 +214,7 @@ def test_float64_in_chunks_of_any_size(place: Place, data: st.DataObject, chunk:
 @pytest.mark.parametrize("kind", ["dense", "jagged"])
 def test_gradcheck(place: Place, kind: str, mask: dict[str, object]) -> None:
     batch, keys = jagged_of((3, 0, 4)), jagged_of((3, 2, 5))
-    rows = Case(batch, keys, 1, 2, 3, torch.float64, 0, {}).inputs()
+    rows = Case(batch, keys, 1, 2, 3, torch.float64, 0, {}, 4).inputs()
     pairs = (3, 2, 3, 6) if kind == "dense" else (2, num_pairs(batch, keys))
     biases = [random_tensor(shape, torch.float64, 5) for shape in ((2, 5), (2, 20), pairs)]
     times = {"q_times": random_times(batch.total, 0, 20), "k_times": random_times(keys.total, 1, 20)}

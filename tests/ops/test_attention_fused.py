@@ -124,6 +124,7 @@ def test_what_the_kernel_does_not_know_is_computed_with_scores(options: dict[str
         jagged_attention(*inputs, offsets_of(lengths_))
     grouped = [inputs[0].repeat(1, 2, 1), *inputs[1:]]
     jagged_attention(*grouped, offsets_of(lengths_))
+    jagged_attention(*inputs[:2], inputs[2][..., :5], offsets_of(lengths_))
 
 
 def test_a_gradient_of_log_sum_exp_is_computed_with_scores() -> None:

@@ -56,6 +56,9 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "jagged_hstu_attention": lambda a, ao, b, bo: ops.jagged_hstu_attention(
         heads(a), heads(a), heads(a), ao, time_bias=torch.ones(2, 6), times=ids(a)
     ),
+    "jagged_hstu_attention of wider values": lambda a, ao, b, bo: ops.jagged_hstu_attention(
+        heads(a), heads(a)[:, :1], a[:, None], ao
+    ),
     "jagged_softmax": lambda a, ao, b, bo: ops.jagged_softmax(a, ao),
     "layer_norm": lambda a, ao, b, bo: ops.layer_norm(a, torch.ones(8), torch.zeros(8)),
     "linear": lambda a, ao, b, bo: ops.linear(a, torch.ones(8, 8), torch.ones(8)),

@@ -15,7 +15,7 @@ from jagged.ops import jagged_hstu_attention, pair_offsets
 from jagged.ops.attention import torch_impl
 from jagged.ops.attention.spec import Inputs, Options
 from tests.graphs import captured
-from tests.ops.test_attention import MASKS, Case, cases, inputs_of
+from tests.ops.test_attention import MASKS, WIDTHS, Case, cases, inputs_of, projected
 from tests.ops.test_attention_biases import SMALL_BATCHES, expanded, num_pairs, random_times, terms, with_more_heads
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
@@ -84,7 +84,7 @@ def test_float64_in_chunks_of_any_size(place: Place, call: tuple[Case, dict[str,
 @pytest.mark.parametrize("mask", [MASKS[0], MASKS[1], MASKS[-1]], ids=str)
 def test_gradcheck(place: Place, mask: dict[str, object]) -> None:
     batch = jagged_of((3, 0, 5))
-    rows = Case(batch, None, 1, 2, 3, torch.float64, 0, {}).inputs()
+    rows = Case(batch, None, 1, 2, 3, torch.float64, 0, {}, 4).inputs()
     biases = [random_tensor(shape, torch.float64, 5) for shape in ((2, 5), (2, 20), (2, num_pairs(batch, None)))]
     options = {"times": random_times(batch.total, 0, 20), **mask}
     ours, _ = functions(place, batch, ["relative_bias", "time_bias", "bias"], **options)
@@ -106,6 +106,21 @@ def test_tiles_of_longer_samples(place: Place, head_dim: int) -> None:
     for number, mask in enumerate(MASKS if place.name == "gpu" else MASKS[1:2]):
         dtype = (torch.bfloat16, torch.float16)[number % 2]
         check(place, batch, inputs_of(batch, 1, head_dim, dtype), **mask)
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim"), WIDTHS if PLACE.name != "interpret" else [(16, 40), (40, 7)])
+def test_values_of_another_width(place: Place, head_dim: int, value_dim: int) -> None:
+    """In place from a projection, alone and with biases by distance and by time."""
+    lengths = [(31, 0, 33, 1), (90, 0, 97, 60), (300, 0, 97, 130)] if place.name != "interpret" else [(18, 0, 33, 1)]
+    for number, of in enumerate(lengths):
+        batch, dtype = jagged_of(of), (torch.float32, torch.bfloat16, torch.float16)[number]
+        inputs = projected(batch, 2, head_dim, value_dim, dtype)
+        check(place, batch, inputs, num_targets=2)
+        biases = {
+            "relative_bias": random_tensor((2, 41), torch.float32, 1),
+            "time_bias": random_tensor((2, 40), torch.float32, 2),
+        }
+        check(place, batch, inputs, biases, times=random_times(batch.total, 0, 30))
 
 
 @pytest.mark.parametrize("kind", ["relative_bias", "time_bias"])

@@ -28,6 +28,8 @@ def supports(x: Inputs, o: Options, grad: Tensor | None = None) -> str | None:
     if x.num_targets is not None and not o.causal:
         return "targets are given without causal"
     total, _, width = x.q.shape
+    if x.v.shape[2] != width:
+        return "values are of another width than keys"
     if x.q.dtype.itemsize != 2 or not 64 < width <= 128:
         return "rows are not of 65 to 128 columns of 16 bits, and narrower heads have too little to multiply"
     if not 0 < SPECIALISED * (x.q_offsets.shape[0] - 1) < total:

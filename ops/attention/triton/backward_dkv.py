@@ -17,6 +17,7 @@ from jagged.ops.attention.triton.samples import (
     rows_source,
     sample_of,
     store_rows,
+    stride_of_values,
 )
 from jagged.ops.attention.triton.scores import (
     Dropout,
@@ -72,7 +73,8 @@ def accumulate_dkv(
     sums, k, v, queries, upstream, statistics, member, first_query, first_key, query_head_stride, grad_head_stride, total, factor,
     sample, rules,
     IS_EDGE: tl.constexpr, IS_CAUSAL: tl.constexpr, GROUP: tl.constexpr, USE_TMA: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what one tile of queries gives to the gradients of a tile of keys and values. Scores are held transposed."""
     ACCURATE: tl.constexpr = k.dtype == tl.float32
@@ -101,7 +103,7 @@ def accumulate_dkv(
     if rules.dropout.seed is not None:
         keep = kept(row, column, sample, rules.dropout)
         weights = tl.where(keep, weights, 0.0)
-    do = load_rows(upstream, first_query, query_length, not IS_EDGE, USE_TMA, BLOCK_M, HEAD_DIM, BLOCK_D)
+    do = load_rows(upstream, first_query, query_length, not IS_EDGE, USE_TMA, BLOCK_M, VALUE_DIM, BLOCK_DV)
     grad_value = dot(weights.to(do.dtype), do, grad_value, INPUT_PRECISION)
     grad_weights = dot(v, tl.trans(do), None, INPUT_PRECISION)
     grad_scores = score_gradients(slopes, grad_weights, row_delta, keep, rules.dropout)
@@ -119,7 +121,8 @@ def attention_backward_dkv_kernel(
     bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride, dropout_seed, dropout_threshold, kept_scale,
     normalizer,
     IS_CAUSAL: tl.constexpr, GROUP: tl.constexpr, APART: tl.constexpr, USE_TMA: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one tile of keys and values, from all `GROUP` query heads that share them."""
     IS_POINTWISE: tl.constexpr = statistics is None
@@ -149,18 +152,18 @@ def attention_backward_dkv_kernel(
         statistics += (sample.head * total + start) * 2
 
     k = load_by_pointers(Rows(key, key_row_stride), first_key, key_length, False, BLOCK_N, HEAD_DIM, BLOCK_D)
-    v = load_by_pointers(Rows(value, value_row_stride), first_key, key_length, False, BLOCK_N, HEAD_DIM, BLOCK_D)
+    v = load_by_pointers(Rows(value, value_row_stride), first_key, key_length, False, BLOCK_N, VALUE_DIM, BLOCK_DV)
     total_grad_key = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    total_grad_value = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    total_grad_value = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     ranges = query_ranges(first_key, sample, rules.sight, IS_CAUSAL, BLOCK_N, BLOCK_M)
     queries = Rows(rows_source(query, query_length, query_row_stride, USE_TMA, BLOCK_M, HEAD_DIM, BLOCK_D), query_row_stride)
-    upstream = Rows(rows_source(grad, query_length, grad_row_stride, USE_TMA, BLOCK_M, HEAD_DIM, BLOCK_D), grad_row_stride)
+    upstream = Rows(rows_source(grad, query_length, grad_row_stride, USE_TMA, BLOCK_M, VALUE_DIM, BLOCK_DV), grad_row_stride)
     for step in range(0, ranges.edge_tiles * GROUP):
         member, edge = member_and_first(step, 0, ranges.edge_tiles, GROUP)
         total_grad_key, total_grad_value = accumulate_dkv(
             (total_grad_key, total_grad_value), k, v, queries, upstream, statistics, member, edge_tile(edge, ranges, BLOCK_M),
             first_key, query_head_stride, grad_head_stride, total, factor, sample, rules,
-            True, IS_CAUSAL, GROUP, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
+            True, IS_CAUSAL, GROUP, USE_TMA, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, INPUT_PRECISION,
         )  # fmt: skip
     span = tl.cdiv(ranges.whole_end - ranges.whole_begin, BLOCK_M) * BLOCK_M
     for step in range(ranges.whole_begin, ranges.whole_begin + span * GROUP, BLOCK_M):
@@ -168,7 +171,7 @@ def attention_backward_dkv_kernel(
         total_grad_key, total_grad_value = accumulate_dkv(
             (total_grad_key, total_grad_value), k, v, queries, upstream, statistics, member, first_query,
             first_key, query_head_stride, grad_head_stride, total, factor, sample, rules,
-            False, IS_CAUSAL, GROUP, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
+            False, IS_CAUSAL, GROUP, USE_TMA, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, INPUT_PRECISION,
         )  # fmt: skip
     gain = 1.0
     if IS_POINTWISE:
@@ -178,6 +181,7 @@ def attention_backward_dkv_kernel(
     total_grad_key *= scale * gain
     total_grad_value *= gain
     grad_key += key_start * output_row_stride + key_head * HEAD_DIM
-    grad_value += key_start * output_row_stride + key_head * HEAD_DIM
+    value_stride = stride_of_values(output_row_stride, HEAD_DIM, VALUE_DIM)
+    grad_value += key_start * value_stride + key_head * VALUE_DIM
     store_rows(Rows(grad_key, output_row_stride), total_grad_key, first_key, key_length, BLOCK_N, HEAD_DIM, BLOCK_D)
-    store_rows(Rows(grad_value, output_row_stride), total_grad_value, first_key, key_length, BLOCK_N, HEAD_DIM, BLOCK_D)
+    store_rows(Rows(grad_value, value_stride), total_grad_value, first_key, key_length, BLOCK_N, VALUE_DIM, BLOCK_DV)

@@ -24,6 +24,7 @@ from jagged.ops.attention.triton.samples import (
     rows_source,
     sample_of,
     store_rows,
+    stride_of_values,
 )
 from jagged.ops.attention.triton.scores import (
     Dropout,
@@ -44,7 +45,8 @@ from jagged.ops.attention.triton.scores import (
 def accumulate_dq(
     sums, query, upstream, keys, values, row_lse, row_delta, first_query, first_key, factor, sample, rules, bias_grads, gain,
     IS_EDGE: tl.constexpr, IS_CAUSAL: tl.constexpr, USE_TMA: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what one tile of keys gives to the gradients of a query tile and of the biases."""
     ACCURATE: tl.constexpr = query.dtype == tl.float32
@@ -52,7 +54,7 @@ def accumulate_dq(
     row = (first_query + tl.arange(0, BLOCK_M))[:, None]
     column = (first_key + tl.arange(0, BLOCK_N))[None, :]
     k = load_rows(keys, first_key, sample.key_length, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
-    v = load_rows(values, first_key, sample.key_length, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
+    v = load_rows(values, first_key, sample.key_length, not IS_EDGE, USE_TMA, BLOCK_N, VALUE_DIM, BLOCK_DV)
     products, capped = tile_products(
         query, k, row, column, first_query, first_key, factor, sample, rules,
         IS_EDGE, IS_CAUSAL, row_lse is None, INPUT_PRECISION,
@@ -83,8 +85,8 @@ def attention_backward_dq_kernel(
     normalizer,
     grad_relative_bias, relative_copies, grad_time_bias, time_copies, grad_bias,
     IS_CAUSAL: tl.constexpr, GROUP: tl.constexpr, APART: tl.constexpr, USE_TMA: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one tile of queries and of its biases, and `statistics` for the dkv kernel: what it subtracts in each row.
 
@@ -121,18 +123,19 @@ def attention_backward_dq_kernel(
     value += key_start * value_row_stride + head // GROUP * value_head_stride
     grad_query += start * output_row_stride + head * HEAD_DIM
 
-    upstream = load_by_pointers(Rows(grad, grad_row_stride), first_query, query_length, False, BLOCK_M, HEAD_DIM, BLOCK_D)
+    upstream = load_by_pointers(Rows(grad, grad_row_stride), first_query, query_length, False, BLOCK_M, VALUE_DIM, BLOCK_DV)
     row = first_query + tl.arange(0, BLOCK_M)
     row_lse, row_delta, gain = None, None, 1.0
     if IS_POINTWISE:
         gain = pointwise_factor(normalizer, key_length)
         upstream = tl.where((row < query_length)[:, None], upstream, 0.0)
     else:
-        output += start * output_row_stride + head * HEAD_DIM
+        result_stride = stride_of_values(output_row_stride, HEAD_DIM, VALUE_DIM)
+        output += start * result_stride + head * VALUE_DIM
         lse += head * total + start
         statistics += (head * total + start) * 2
         result = load_by_pointers(
-            Rows(output, output_row_stride), first_query, query_length, False, BLOCK_M, HEAD_DIM, BLOCK_D
+            Rows(output, result_stride), first_query, query_length, False, BLOCK_M, VALUE_DIM, BLOCK_DV
         )  # fmt: skip
         row_delta = tl.sum(rounded_product(upstream, result), 1)
         if grad_lse is not None:
@@ -147,7 +150,7 @@ def attention_backward_dq_kernel(
         Rows(query, query_row_stride), first_query, query_length, False, BLOCK_M, HEAD_DIM, BLOCK_D
     )  # fmt: skip
     keys = Rows(rows_source(key, key_length, key_row_stride, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D), key_row_stride)
-    values = Rows(rows_source(value, key_length, value_row_stride, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D), value_row_stride)
+    values = Rows(rows_source(value, key_length, value_row_stride, USE_TMA, BLOCK_N, VALUE_DIM, BLOCK_DV), value_row_stride)
     total_grad = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     of_distance, of_time = no_sums(BLOCK_M, BLOCK_T)
     ranges = key_ranges(first_query, sample, rules.sight, IS_CAUSAL, BLOCK_M, BLOCK_N)
@@ -155,13 +158,13 @@ def attention_backward_dq_kernel(
         total_grad, of_distance, of_time = accumulate_dq(
             (total_grad, of_distance, of_time), q, upstream, keys, values, row_lse, row_delta, first_query, first_key,
             factor, sample, rules, bias_grads, gain,
-            False, IS_CAUSAL, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
+            False, IS_CAUSAL, USE_TMA, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, INPUT_PRECISION,
         )  # fmt: skip
     for step in range(0, ranges.edge_tiles):
         total_grad, of_distance, of_time = accumulate_dq(
             (total_grad, of_distance, of_time), q, upstream, keys, values, row_lse, row_delta, first_query,
             edge_tile(step, ranges, BLOCK_N), factor, sample, rules, bias_grads, gain,
-            True, IS_CAUSAL, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
+            True, IS_CAUSAL, USE_TMA, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, INPUT_PRECISION,
         )  # fmt: skip
     total_grad *= scale * gain
     store_rows(Rows(grad_query, output_row_stride), total_grad, first_query, query_length, BLOCK_M, HEAD_DIM, BLOCK_D)

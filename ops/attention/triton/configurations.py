@@ -48,7 +48,8 @@ Kind = Literal["plain", "distances", "times", "biased", "pointwise"]
 BORDERS = {"short": 32, "medium": 96}
 
 # (bytes of an element, head width rounded up to a power of two, how long samples are). Medium ones have a row where it pays, and
-# long ones a second, "pointers", where the first needs TMA. Others are rows of their `Kind`.
+# long ones a second, "pointers", where the first needs TMA. Others are rows of their `Kind`. Values of another width than keys
+# have the row of the wider, or "unequal", whatever lengths and kind, where that spills.
 TABLE = {
     (2, 16, "short"): Configuration(Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2), Tiles(32, 32, 4, 2), True),
     (2, 32, "short"): Configuration(Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2), True),
@@ -69,6 +70,7 @@ TABLE = {
     (2, 128, "biased"): Configuration(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2)),
     (2, 256, "long"): Configuration(Tiles(128, 64, 8, 2), Tiles(64, 16, 4, 3, tma=True), Tiles(32, 64, 4, 2)),
     (2, 256, "pointers"): Configuration(Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 64, 8, 2)),
+    (2, 256, "unequal"): Configuration(Tiles(32, 32, 4, 2, 255), Tiles(32, 32, 4, 2), Tiles(32, 16, 4, 2)),
     (4, 16, "short"): Configuration(Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2), True),
     (4, 32, "short"): Configuration(Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2), Tiles(32, 32, 8, 2), True),
     (4, 64, "short"): Configuration(Tiles(32, 32, 8, 2), Tiles(32, 16, 4, 2), Tiles(16, 16, 4, 1), True),
@@ -88,25 +90,36 @@ def padded_width(head_dim: int) -> int:
 
 
 def configuration(
-    head_dim: int, dtype: torch.dtype, total: int, batch_size: int, *, allows_tma: bool, kind: Kind = "plain"
+    head_dim: int,
+    dtype: torch.dtype,
+    total: int,
+    batch_size: int,
+    *,
+    allows_tma: bool,
+    kind: Kind = "plain",
+    value_dim: int | None = None,
 ) -> Configuration:
     """Choose from shapes alone: at most three variants for each head width and dtype, however lengths change.
 
     Rows of a width that is no multiple of 16 need not begin at 16 bytes; such rows reach shared memory through registers, which
-    the large tiles have none to spare for; nor have those for long samples without a row for their biases.
+    the large tiles have none to spare for; nor have those for long samples without a row for their biases. Values are as wide as
+    keys unless `value_dim` says how wide.
     """
     for length, border in BORDERS.items():
         if total <= border * batch_size:
-            return _row(head_dim, dtype, length, allows_tma, kind)
-    return _row(head_dim, dtype, "long", allows_tma, kind)
+            return _row(head_dim, value_dim or head_dim, dtype, length, allows_tma, kind)
+    return _row(head_dim, value_dim or head_dim, dtype, "long", allows_tma, kind)
 
 
 @functools.cache
-def _row(head_dim: int, dtype: torch.dtype, length: str, allows_tma: bool, kind: Kind) -> Configuration:
-    size, width = dtype.itemsize, padded_width(head_dim)
+def _row(head_dim: int, value_dim: int, dtype: torch.dtype, length: str, allows_tma: bool, kind: Kind) -> Configuration:
+    size, width = dtype.itemsize, padded_width(max(head_dim, value_dim))
+    if padded_width(head_dim) != padded_width(value_dim) and (size, width, "unequal") in TABLE:
+        return TABLE[size, width, "unequal"]
     if kind in ("distances", "times", "biased") and length != "short":
         length = next((row for row in (kind, "biased") if (size, width, row) in TABLE), "short")
     if kind == "pointwise" and length == "long":
         length = "pointwise"
-    chosen = TABLE.get((size, width, "short" if head_dim % 16 else length), TABLE[size, width, "long"])
+    is_odd = head_dim % 16 or value_dim % 16
+    chosen = TABLE.get((size, width, "short" if is_odd else length), TABLE[size, width, "long"])
     return TABLE[size, width, "pointers"] if chosen.dq.tma and not allows_tma else chosen

@@ -41,7 +41,8 @@ UNSPECIALIZED = [
 def attend(
     state, query, keys, values, first_query, first_key, factor, sample, rules,
     IS_EDGE: tl.constexpr, IS_CAUSAL: tl.constexpr, IS_POINTWISE: tl.constexpr, USE_TMA: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take one tile of keys into the running softmax of a query tile: weighted values, sum of weights, largest score.
 
@@ -73,7 +74,7 @@ def attend(
         largest = now_largest
         if rules.dropout.seed is not None:
             weights = tl.where(kept(row, column, sample, rules.dropout), weights, 0.0)
-    v = load_rows(values, first_key, sample.key_length, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
+    v = load_rows(values, first_key, sample.key_length, not IS_EDGE, USE_TMA, BLOCK_N, VALUE_DIM, BLOCK_DV)
     if not IS_POINTWISE:
         weighted *= correction[:, None]
     weighted = dot(weights.to(v.dtype), v, weighted, INPUT_PRECISION)
@@ -90,7 +91,8 @@ def attention_forward_kernel(
     bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride, dropout_seed, dropout_threshold, kept_scale,
     normalizer,
     IS_CAUSAL: tl.constexpr, GROUP: tl.constexpr, APART: tl.constexpr, USE_TMA: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    VALUE_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of one tile of queries; without a place for the latter the weights are pointwise, by SiLU."""
     IS_POINTWISE: tl.constexpr = lse is None
@@ -113,7 +115,7 @@ def attention_forward_kernel(
     query += start * query_row_stride + head * query_head_stride
     key += key_start * key_row_stride + head // GROUP * key_head_stride
     value += key_start * value_row_stride + head // GROUP * value_head_stride
-    output += start * output_row_stride + head * HEAD_DIM
+    output += start * output_row_stride + head * VALUE_DIM
     if not IS_POINTWISE:
         lse += head * total + start
 
@@ -121,27 +123,27 @@ def attention_forward_kernel(
         Rows(query, query_row_stride), first_query, query_length, False, BLOCK_M, HEAD_DIM, BLOCK_D
     )  # fmt: skip
     keys = Rows(rows_source(key, key_length, key_row_stride, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D), key_row_stride)
-    values = Rows(rows_source(value, key_length, value_row_stride, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D), value_row_stride)
-    weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    values = Rows(rows_source(value, key_length, value_row_stride, USE_TMA, BLOCK_N, VALUE_DIM, BLOCK_DV), value_row_stride)
+    weighted = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     ranges = key_ranges(first_query, sample, rules.sight, IS_CAUSAL, BLOCK_M, BLOCK_N)
     for first_key in range(ranges.whole_begin, ranges.whole_end, BLOCK_N):
         weighted, weight, largest = attend(
             (weighted, weight, largest), q, keys, values, first_query, first_key, factor, sample, rules,
-            False, IS_CAUSAL, IS_POINTWISE, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
+            False, IS_CAUSAL, IS_POINTWISE, USE_TMA, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, INPUT_PRECISION,
         )  # fmt: skip
     for step in range(0, ranges.edge_tiles):
         weighted, weight, largest = attend(
             (weighted, weight, largest), q, keys, values, first_query, edge_tile(step, ranges, BLOCK_N), factor, sample, rules,
-            True, IS_CAUSAL, IS_POINTWISE, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
+            True, IS_CAUSAL, IS_POINTWISE, USE_TMA, HEAD_DIM, VALUE_DIM, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_DV, INPUT_PRECISION,
         )  # fmt: skip
     # A query that sees no key has an output of zeros and a log-sum-exp of -inf.
     divisor = tl.where(weight == 0.0, 1.0, weight)
     result = weighted * pointwise_factor(normalizer, key_length) if IS_POINTWISE else weighted / divisor[:, None]
     if dropout_seed is not None:
         result *= kept_scale
-    store_rows(Rows(output, output_row_stride), result, first_query, query_length, BLOCK_M, HEAD_DIM, BLOCK_D)
+    store_rows(Rows(output, output_row_stride), result, first_query, query_length, BLOCK_M, VALUE_DIM, BLOCK_DV)
     if not IS_POINTWISE:
         row = first_query + tl.arange(0, BLOCK_M)
         natural_largest = largest if ACCURATE else largest * LN_2

@@ -38,7 +38,7 @@ def forward(x: Inputs, o: Options) -> Outputs:
 
         return hopper_forward(x, o)
     total, heads, _ = x.q.shape
-    output = x.q.new_empty(*x.q.shape)
+    output = x.q.new_empty(total, heads, x.v.shape[2])
     lse = x.q.new_empty(*((0,) if o.pointwise else (heads, total)), dtype=torch.float32)
     chosen = _configuration(x, o, x.k, x.v)
     tiles = chosen.forward
@@ -57,7 +57,7 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
     """
     x = _readable(x)
     # A log-sum-exp may be all that has a gradient.
-    grad = torch.zeros_like(x.q) if grads.output is None else _with_adjacent_columns(grads.output)
+    grad = x.q.new_zeros(*x.q.shape[:2], x.v.shape[2]) if grads.output is None else _with_adjacent_columns(grads.output)
     grad_lse = None if grads.lse is None else grads.lse.contiguous()
     if hopper.supports(x, o, grad) is None:
         from jagged.ops.attention.hopper.backward import backward as hopper_backward
@@ -196,8 +196,9 @@ def _configuration(x: Inputs, o: Options, *rows: Tensor, allows_tma: bool = True
     """Return tiles; those that read `rows` by descriptors only where these can be read so, which costs to ask."""
     total, _, head_dim = x.q.shape
     call = head_dim, x.q.dtype, total, x.q_offsets.shape[0] - 1
-    chosen = configuration(*call, allows_tma=allows_tma, kind=_kind(x, o))
-    return chosen if not chosen.dq.tma or _allow_tma(*rows) else configuration(*call, allows_tma=False, kind=_kind(x, o))
+    others = {"kind": _kind(x, o), "value_dim": x.v.shape[2]}
+    chosen = configuration(*call, allows_tma=allows_tma, **others)
+    return chosen if not chosen.dq.tma or _allow_tma(*rows) else configuration(*call, allows_tma=False, **others)
 
 
 def _kind(x: Inputs, o: Options) -> Kind:
@@ -232,7 +233,7 @@ def _prepared(
     limited = tiles.max_registers is not None and capability(x.q.device) == (9, 0)
     return _with_constants(
         launch, tiles, limited, IS_CAUSAL=o.causal, APART=apart, GROUP=heads // x.k.shape[1], HEAD_DIM=width,
-        INPUT_PRECISION=products_of(dtype), **blocks,
+        VALUE_DIM=x.v.shape[2], INPUT_PRECISION=products_of(dtype), **blocks,
     )  # fmt: skip
 
 
@@ -243,7 +244,8 @@ def _with_constants(launch: Callable[..., None], tiles: Tiles, limited: bool, **
         "num_stages": tiles.num_stages,
         **({"maxnreg": tiles.max_registers} if limited else {}),
     }
-    return bound(launch, USE_TMA=tiles.tma, BLOCK_D=padded_width(constants["HEAD_DIM"]), **constants, **options)
+    blocks = {"BLOCK_D": padded_width(constants["HEAD_DIM"]), "BLOCK_DV": padded_width(constants["VALUE_DIM"])}
+    return bound(launch, USE_TMA=tiles.tma, **blocks, **constants, **options)
 
 
 def _allow_tma(*rows: Tensor) -> bool:

@@ -109,6 +109,15 @@ def load_by_pointers(
 
 
 @triton.jit
+def stride_of_values(row_stride, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr):
+    """Return the row stride of a contiguous result as wide as values, beside that of one with as many heads of HEAD_DIM."""
+    if VALUE_DIM == HEAD_DIM:
+        return row_stride
+    else:
+        return tl.num_programs(1) * VALUE_DIM
+
+
+@triton.jit
 def store_rows(rows, tile, first, length, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Store the rows of `[BLOCK, BLOCK_D]` that the sample has, from row `first` of it on."""
     index = first + tl.arange(0, BLOCK)
