@@ -117,33 +117,54 @@ class StochasticLength(SeededModule):
             raise ValueError(f"alpha: expected above 0 and at most 2, got {alpha}")
         self.longest, self.alpha = longest, alpha
 
-    def draw(self, lengths: Tensor) -> Tensor:
-        """Return how many rows each sample keeps: `[B]`, of the lengths' dtype and device."""
+    def draw(self, lengths: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Return how many rows each sample keeps: `[B]`, of the lengths' dtype and device.
+
+        Args:
+            lengths: `[B]`, integers.
+            generator: what draws; None for torch's random state.
+        """
         if not self.training:
             return lengths
         kept = max(1, int(self.longest ** (self.alpha / 2)))
         whole = self.longest**self.alpha / lengths.clamp(min=1).double().square()
-        is_shortened = torch.rand(lengths.shape, dtype=torch.float64, device=lengths.device) >= whole
+        is_shortened = torch.rand(lengths.shape, dtype=torch.float64, device=lengths.device, generator=generator) >= whole
         return torch.where(is_shortened & (lengths > kept), kept, lengths).to(lengths.dtype)
 
     def forward(self, x: JaggedTensor, lengths: Tensor | None = None, total: int | None = None) -> KeptRows:
         """Return the rows that are kept: `lengths` of each sample, else as many as `draw` says. Without `total` it is read."""
-        offsets, num_rows = x.offsets(), x.values().shape[0]
-        before = offsets.diff()
-        lengths = self.draw(before) if lengths is None else lengths.to(device=offsets.device, dtype=offsets.dtype)
-        if lengths.shape != before.shape:
-            raise ValueError(f"lengths: expected [{before.shape[0]}], one for each sample, got {list(lengths.shape)}")
-        lengths = torch.minimum(lengths.clamp(min=0), before)
-        kept = torch.nn.functional.pad(lengths.cumsum(0, dtype=offsets.dtype), (1, 0))
-        total = int(kept[-1]) if total is None else total
-        place = torch.arange(num_rows, device=offsets.device)
-        samples = sample_of_row(offsets, num_rows)
-        numbers = drawn_negatives(Draw("uniform", 1, self.next_seed() ^ _SALT), num_rows, _NUMBERS)[:, 0]
-        # Within each sample by their numbers; of these the first so many are kept.
-        order = torch.argsort(samples * _NUMBERS + numbers, stable=True)
-        is_kept = torch.empty_like(place, dtype=torch.bool)
-        is_kept[order] = place - offsets[:-1][samples] < lengths[samples]
-        # Their places in the result without asking how many there are; what is dropped goes behind its end.
-        where = torch.where(is_kept, is_kept.cumsum(0) - 1, total).clamp(max=total)
-        rows = place.new_zeros(total + 1).scatter_(0, where, place)
-        return KeptRows(rows[:total], kept)
+        offsets = x.offsets()
+        lengths = self.draw(offsets.diff()) if lengths is None else lengths
+        return drawn_rows(offsets, x.values().shape[0], lengths, total, self.next_seed())
+
+
+def drawn_rows(offsets: Tensor, num_rows: int, lengths: Tensor, total: int | None, seed: Tensor) -> KeptRows:
+    """Draw which rows of each sample are kept, in their order, each as likely as any other.
+
+    Args:
+        offsets: `[B + 1]`, of `num_rows` rows.
+        num_rows: in all.
+        lengths: `[B]`, how many of each sample are kept; of more than it has all are.
+        total: the sum of them, that is of what is kept; None reads it, which synchronises once.
+        seed: int64 `[1]`, on the offsets' device.
+
+    Raises:
+        ValueError: lengths of another shape.
+    """
+    lengths, before = lengths.to(device=offsets.device, dtype=offsets.dtype), offsets.diff()
+    if lengths.shape != before.shape:
+        raise ValueError(f"lengths: expected [{before.shape[0]}], one for each sample, got {list(lengths.shape)}")
+    lengths = torch.minimum(lengths.clamp(min=0), before)
+    kept = torch.nn.functional.pad(lengths.cumsum(0, dtype=offsets.dtype), (1, 0))
+    total = int(kept[-1]) if total is None else total
+    place = torch.arange(num_rows, device=offsets.device)
+    samples = sample_of_row(offsets, num_rows)
+    numbers = drawn_negatives(Draw("uniform", 1, seed ^ _SALT), num_rows, _NUMBERS)[:, 0]
+    # Within each sample by their numbers; of these the first so many are kept.
+    order = torch.argsort(samples * _NUMBERS + numbers, stable=True)
+    is_kept = torch.empty_like(place, dtype=torch.bool)
+    is_kept[order] = place - offsets[:-1][samples] < lengths[samples]
+    # Their places in the result without asking how many there are; what is dropped goes behind its end.
+    where = torch.where(is_kept, is_kept.cumsum(0) - 1, total).clamp(max=total)
+    rows = place.new_zeros(total + 1).scatter_(0, where, place)
+    return KeptRows(rows[:total], kept)

@@ -363,6 +363,13 @@ class TrainingOptions(LoopOptions):
         when={"max_tokens": (None,)},
     )
     max_tokens: int | None = option(None, "events per step and process, instead of batch_size", ge=1)
+    stochastic_length: float | None = option(
+        None,
+        "alpha: in training a history of n events keeps a random N^(alpha / 2) of them with probability 1 - N^alpha / n^2, N "
+        "being data.max_seq_len; none for whole histories",
+        gt=0,
+        le=2,
+    )
     num_workers: int = option(0, "loader processes", ge=0)
     monitor: str = option(
         "ndcg@10",

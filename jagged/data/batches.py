@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
@@ -20,11 +20,14 @@ from jagged.data.dataset import KEY, TIME_KEY
 from jagged.data.gather import BatchSource, only_with_parent
 from jagged.data.plan import Balance, Plan, PlannedLoader
 from jagged.data.splits import SequencePart
-from jagged.ops import trust_values
+from jagged.modules import StochasticLength
+from jagged.ops import sample_of_row, trust_values
 
 NO_TIMES = "with_times: got a dataset without times, expected one with them; read a table with a time column"
 
 IntArray = npt.NDArray[np.int64]
+# Draws of lengths of the same seed and epoch are others than those of the order.
+_LENGTHS = 1
 
 
 @dataclass
@@ -41,6 +44,9 @@ class SequenceBatch(Pipelineable):  # type: ignore[misc]
         viewed: evaluation with `with_viewed`: key "item_id", all items of the users' histories however long; else None.
         num_items: the catalogue that all ids were compared with on the host, as a loader does; None where they were not. A model
             of as many items needs no check of its own, which on a GPU would wait for the device.
+        kept: training with `stochastic_length`: int64 `[B]`, how many rows of each history are to be trained on, which
+            `NextItemTask` draws; None for all.
+        num_kept: the sum of `kept`, which the host knows; None without.
     """
 
     features: KeyedJaggedTensor
@@ -48,6 +54,8 @@ class SequenceBatch(Pipelineable):  # type: ignore[misc]
     users: Tensor
     viewed: KeyedJaggedTensor | None = None
     num_items: int | None = None
+    kept: Tensor | None = None
+    num_kept: int | None = None
 
     def __len__(self) -> int:
         """Users."""
@@ -61,6 +69,26 @@ class SequenceBatch(Pipelineable):  # type: ignore[misc]
         """`jagged.ops.trust_values` where all ids are known to lie in a catalogue of `num_items`, else no change."""
         return trust_values() if self.is_checked(num_items) else nullcontext()
 
+    def only(self, rows: Tensor, offsets: Tensor) -> SequenceBatch:
+        """The training batch of some rows of each history, each of them a sequence of its own.
+
+        What follows a row is the next one that is kept; what followed the whole history follows its last one.
+
+        Args:
+            rows: int64 `[n]`, their places among all, in order.
+            offsets: `[B + 1]`, of them.
+        """
+        count, whole = rows.shape[0], self.features.offsets()[: len(self) + 1]
+        places, samples = torch.arange(count, device=rows.device), sample_of_row(offsets, count)
+        is_last = places == offsets[1:][samples] - 1
+        # The target that stands before the next row is that row's item.
+        following = torch.where(is_last, whole[1:][samples], rows.roll(-1)) - 1
+        keys = tuple(self.features.keys())
+        values = self.features.values().view(len(keys), -1).index_select(1, rows)
+        lengths = offsets.diff().to(torch.int64).repeat(len(keys))
+        features = keyed(values.flatten(), lengths, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), keys)
+        return replace(self, features=features, targets=self.targets[following], kept=None, num_kept=None)
+
     def to(self, device: torch.device, non_blocking: bool = False) -> SequenceBatch:
         """The batch on another device."""
         return SequenceBatch(
@@ -69,6 +97,8 @@ class SequenceBatch(Pipelineable):  # type: ignore[misc]
             self.users.to(device, non_blocking=non_blocking),
             None if self.viewed is None else self.viewed.to(device, non_blocking=non_blocking),
             self.num_items,
+            None if self.kept is None else self.kept.to(device, non_blocking=non_blocking),
+            self.num_kept,
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -79,6 +109,8 @@ class SequenceBatch(Pipelineable):  # type: ignore[misc]
         self.users.record_stream(stream)
         if self.viewed is not None:
             self.viewed.record_stream(cast(torch.cuda.Stream, stream))
+        if self.kept is not None:
+            self.kept.record_stream(stream)
 
     def pin_memory(self) -> SequenceBatch:
         """The batch in page-locked memory."""
@@ -88,6 +120,8 @@ class SequenceBatch(Pipelineable):  # type: ignore[misc]
             self.users.pin_memory(),
             None if self.viewed is None else self.viewed.pin_memory(),
             self.num_items,
+            None if self.kept is None else self.kept.pin_memory(),
+            self.num_kept,
         )
 
 
@@ -114,6 +148,9 @@ class BatchLoader(PlannedLoader):
         with_viewed: evaluation: also hand out the whole history of each user.
         with_times: also hand out the time of each row.
         with_features: names of side features of events to hand out, too.
+        stochastic_length: training: alpha, from above 0 to 2, of `jagged.modules.StochasticLength`. Which samples are shortened
+            is drawn for each epoch, by `seed`; plans, budgets and `balance` go by what is left, and batches say it (`kept`).
+            None for whole histories.
         multiprocessing_context: how workers start ("fork", "spawn", "forkserver"); None for Python's default.
 
     Raises:
@@ -138,6 +175,7 @@ class BatchLoader(PlannedLoader):
         with_viewed: bool = False,
         with_times: bool = False,
         with_features: Sequence[str] = (),
+        stochastic_length: float | None = None,
         multiprocessing_context: str | None = None,
     ) -> None:
         if max_seq_len < 1:
@@ -146,6 +184,11 @@ class BatchLoader(PlannedLoader):
             raise ValueError(f"seed, num_workers: got {seed}, {num_workers}, expected 0 or more")
         if with_viewed and part.target is None:
             raise ValueError("with_viewed: got a training part, expected one with targets")
+        if stochastic_length is not None and part.target is not None:
+            raise ValueError(
+                f"stochastic_length: got {stochastic_length} with a part that has targets, expected None; histories are "
+                "shortened in training alone"
+            )
         if with_times and part.dataset.timestamps is None:
             raise ValueError(NO_TIMES)
         if len(set(with_features)) < len(with_features):
@@ -155,19 +198,20 @@ class BatchLoader(PlannedLoader):
                 f"with_features: got {lacking[0]!r}, expected one of {list(part.features)}, those of the events read"
             )
         rows = (part.lengths - int(part.target is None)).clamp(0, max_seq_len).numpy()
-        self._plan = Plan(rows, batch_size, max_tokens, seed if shuffle else None, rank, world_size, balance)
+        drawn = None if stochastic_length is None else _Lengths(rows, max_seq_len, stochastic_length, seed)
+        self._plan = Plan(rows, batch_size, max_tokens, seed if shuffle else None, rank, world_size, balance, drawn)
         if max_tokens is not None and max_tokens < max_seq_len:
             raise ValueError(
                 f"max_tokens: got {max_tokens}, expected at least max_seq_len ({max_seq_len}), or a long sample fits no batch"
             )
         self._keys = (KEY, *((TIME_KEY,) if with_times else ()), *with_features)
-        self._with_viewed = with_viewed
+        self._with_viewed, self._with_kept = with_viewed, drawn is not None
         source = BatchSource(part, max_seq_len, with_viewed, with_times, tuple(with_features))
         self._num_items = source.num_items
         self._loader: DataLoader[Tensor] = DataLoader(
             source,
             batch_size=None,
-            sampler=self._plan,
+            sampler=self._plan if drawn is None else _WithKept(self._plan),  # type: ignore[arg-type]
             num_workers=num_workers,
             pin_memory=pin_memory and torch.cuda.is_available(),
             persistent_workers=num_workers > 0,
@@ -177,18 +221,53 @@ class BatchLoader(PlannedLoader):
             generator=torch.Generator().manual_seed(seed),
         )
 
+    def rows(self, epoch: int) -> Tensor:
+        """How many rows of each sample come in an epoch, int64: those of its history, or what is left of them."""
+        return torch.from_numpy(self._plan.rows_of(epoch))
+
     def __iter__(self) -> Iterator[SequenceBatch]:
-        return map(
-            partial(_unpack, keys=self._keys, num_items=self._num_items, with_viewed=self._with_viewed), iter(self._loader)
+        unpack = partial(
+            _unpack, keys=self._keys, num_items=self._num_items, with_viewed=self._with_viewed, with_kept=self._with_kept
         )
+        return map(unpack, iter(self._loader))
 
 
-def _unpack(packed: Tensor, keys: tuple[str, ...], num_items: int, with_viewed: bool) -> SequenceBatch:
-    count = 8 if with_viewed else 5
+class _Lengths:
+    """How many rows of each sample are kept in an epoch: a function of seed and epoch, whoever gets the sample."""
+
+    def __init__(self, rows: IntArray, longest: int, alpha: float, seed: int) -> None:
+        self.rows, self.seed = torch.from_numpy(rows), seed
+        self.shortening = StochasticLength(longest, alpha)
+
+    def __call__(self, epoch: int) -> IntArray:
+        state = int(np.random.SeedSequence([self.seed, epoch, _LENGTHS]).generate_state(1, np.uint64)[0])
+        lengths: IntArray = self.shortening.draw(self.rows, torch.Generator().manual_seed(state)).numpy()
+        return lengths
+
+
+class _WithKept(Sampler[tuple[IntArray, IntArray]]):
+    """Batches' samples, each with how many of its rows are kept: workers that live on do not hear of the next epoch."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __iter__(self) -> Iterator[tuple[IntArray, IntArray]]:
+        kept = self.plan.rows_of(self.plan.epoch)
+        return ((samples, kept[samples]) for samples in self.plan)
+
+
+def _unpack(packed: Tensor, keys: tuple[str, ...], num_items: int, with_viewed: bool, with_kept: bool = False) -> SequenceBatch:
+    count = (8 if with_viewed else 5) + with_kept
     pieces = packed[count:].split(packed[:count].tolist())
     users, targets, values, lengths, offsets = pieces[:5]
-    features = keyed(values, lengths, offsets, keys)
-    return SequenceBatch(features, targets, users, keyed(*pieces[5:]) if with_viewed else None, num_items)
+    batch = SequenceBatch(
+        keyed(values, lengths, offsets, keys), targets, users, keyed(*pieces[5:8]) if with_viewed else None, num_items
+    )
+    total = int(pieces[-1].sum()) if with_kept else len(targets)
+    return batch if total == len(targets) else replace(batch, kept=pieces[-1], num_kept=total)
 
 
 def features_of(values: Tensor, lengths: Tensor, others: Mapping[str, Tensor] | None = None) -> KeyedJaggedTensor:

@@ -36,6 +36,8 @@ class BatchSource(Dataset[Tensor]):
         self.with_viewed = with_viewed
 
     def __getitem__(self, samples: Any) -> Tensor:
+        # With them may come how many rows of each are to be kept, which is handed on.
+        samples, *kept = samples if isinstance(samples, tuple) else (samples,)
         part, training = self.part, self.part.target is None
         chosen = torch.from_numpy(samples)
         start, end = part.start[chosen], part.end[chosen]
@@ -63,7 +65,7 @@ class BatchSource(Dataset[Tensor]):
         values = [items, seconds(part.dataset, rows)] if self.with_times else [items]
         values += [part.feature(name, rows) for name in self.with_features]
         histories = [_jagged(torch.cat(values), lengths.repeat(len(values))), *viewed]
-        pieces = [part.user[chosen], targets, *chain.from_iterable(histories)]
+        pieces = [part.user[chosen], targets, *chain.from_iterable(histories), *map(torch.from_numpy, kept)]
         return torch.cat([torch.tensor([len(piece) for piece in pieces]), *pieces])
 
 

@@ -6,7 +6,7 @@ rest can be dealt to other ranks, which have to know no more than how many came.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -29,6 +29,7 @@ class Plan(Sampler[IntArray]):
         rank, world_size: this process's share.
         balance: the work of a sample, by which a step's samples are dealt to the ranks where a batch has so many samples and an
             order is drawn: its rows, or their square, as attention takes them.
+        drawn: makes of an epoch what each sample takes in it, at most `rows`, a function of the epoch alone; None for `rows`.
 
     Attributes:
         epoch, batch: the position, both from 0.
@@ -47,6 +48,7 @@ class Plan(Sampler[IntArray]):
         rank: int,
         world_size: int,
         balance: Balance = "lengths",
+        drawn: Callable[[int], IntArray] | None = None,
     ) -> None:
         if balance not in get_args(Balance):
             raise ValueError(f"balance: got {balance!r}, expected 'lengths' or 'squares'")
@@ -68,6 +70,8 @@ class Plan(Sampler[IntArray]):
         self.epoch = 0
         self.batch = 0
         self.seen = 0
+        self._drawn = drawn
+        self._rows: tuple[int, IntArray] | None = None
         self._planned: tuple[tuple[int, int], IntArray, IntArray] | None = None
 
     def num_batches(self, epoch: int, seen: int = 0) -> int:
@@ -82,21 +86,29 @@ class Plan(Sampler[IntArray]):
     def __len__(self) -> int:
         return self.num_batches(self.epoch, self.seen) - self.batch
 
+    def rows_of(self, epoch: int) -> IntArray:
+        """What each sample takes in an epoch, int64 `[n]`."""
+        if self._drawn is None:
+            return self.rows
+        if self._rows is None or self._rows[0] != epoch:
+            self._rows = epoch, self._drawn(epoch)
+        return self._rows[1]
+
     def of(self, epoch: int, seen: int = 0) -> tuple[IntArray, IntArray]:
         """The order of the samples behind the first `seen`, and where each batch begins in it.
 
         Batch b of rank r is at place `b * world_size + r`.
         """
         if self._planned is None or self._planned[0] != (epoch, seen):
-            order = self._order(epoch)[seen:]
+            order, rows = self._order(epoch)[seen:], self.rows_of(epoch)
             # Limits may be larger than any number of samples, and than what an array holds.
             bounds = (
                 self._by_size(len(order), min(self.batch_size, len(self.rows)))
                 if self.batch_size
-                else self._by_tokens(order, min(self.max_tokens or 0, int(self.rows.sum())))
+                else self._by_tokens(rows[order], min(self.max_tokens or 0, int(rows.sum())))
             )
             if self.batch_size and self.world_size > 1 and self.seed is not None:
-                order, bounds = self._balanced(order, bounds)
+                order, bounds = self._balanced(order, bounds, rows)
             self._planned = (epoch, seen), order, bounds
         return self._planned[1], self._planned[2]
 
@@ -119,7 +131,7 @@ class Plan(Sampler[IntArray]):
         tail = np.linspace(full * step, samples, tail_steps * self.world_size + 1, dtype=np.int64)
         return np.concatenate((head, tail))
 
-    def _balanced(self, order: IntArray, bounds: IntArray) -> tuple[IntArray, IntArray]:
+    def _balanced(self, order: IntArray, bounds: IntArray, rows: IntArray) -> tuple[IntArray, IntArray]:
         """Deal the samples of each step anew: from the most work to the least, each to the rank that has least so far.
 
         A step has the samples that it had, and a rank keeps their order. Of steps of one size all are dealt at once.
@@ -128,7 +140,7 @@ class Plan(Sampler[IntArray]):
         ranks, begins = self.world_size, bounds[:: self.world_size]
         sizes = np.diff(begins)
         # A sample without rows is work, too, so that every rank has one.
-        work = self.rows[order].astype(np.float64) + 1
+        work = rows[order].astype(np.float64) + 1
         if self.balance == "squares":
             work *= work
         for size in np.unique(sizes):
@@ -150,10 +162,10 @@ class Plan(Sampler[IntArray]):
             bounds[steps[:, None] * ranks + np.arange(1, ranks + 1)] = ends
         return order, bounds
 
-    def _by_tokens(self, order: IntArray, max_tokens: int) -> IntArray:
-        filled = np.cumsum(self.rows[order])
+    def _by_tokens(self, rows: IntArray, max_tokens: int) -> IntArray:
+        filled = np.cumsum(rows)
         bounds = [0]
-        while bounds[-1] < len(order):
+        while bounds[-1] < len(rows):
             before = filled[bounds[-1] - 1] if bounds[-1] else 0
             bounds.append(int(np.searchsorted(filled, before + max_tokens, side="right")))
         # Equal counts on every rank: halve the largest batches until they can be dealt out.

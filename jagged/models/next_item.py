@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -15,6 +16,7 @@ from jagged.models.heads import Head
 from jagged.models.item_sequences import ItemSequenceModel
 from jagged.models.task import TaskOutput, TaskScores
 from jagged.modules import CutCrossEntropyHead, GroupSparseHead, SampledCrossEntropyHead, SplitEmbeddingCollection
+from jagged.modules.shortening import drawn_rows
 from jagged.ops import validate_ids, values_are_trusted
 
 
@@ -34,7 +36,7 @@ class NextItemTask(nn.Module):
 
     Shape:
         A `SequenceBatch` in; a `TaskOutput` out, whose task "next_item" has the scores of the targets `[sum L]`, detached, and
-        the targets as labels.
+        the targets as labels. Of a batch with `kept` they are those of `shortened`.
     """
 
     def __init__(
@@ -66,8 +68,20 @@ class NextItemTask(nn.Module):
         """The module whose weights are saved: the model, without its head."""
         return self.model
 
+    def shortened(self, batch: SequenceBatch) -> SequenceBatch:
+        """A batch of the rows that are trained on: in training as many of each history as it says, drawn on its device; else all.
+
+        Each draw is of torch's random state. Nothing waits for the device.
+        """
+        if batch.kept is None or not self.training:
+            return batch
+        offsets, rows = batch.features.offsets()[: len(batch) + 1], batch.targets.shape[0]
+        seed = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=offsets.device)
+        return batch.only(*drawn_rows(offsets, rows, batch.kept, batch.num_kept, seed))
+
     def forward(self, batch: SequenceBatch) -> TaskOutput:
-        """Return the mean loss of the batch's rows, and the scores of their targets."""
+        """Return the mean loss of the batch's rows, of those that are kept, and the scores of their targets."""
+        batch = self.shortened(batch)
         num_items = self.model.config["num_items"]
         with batch.trusted(num_items):
             if not values_are_trusted():

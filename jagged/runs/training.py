@@ -268,7 +268,7 @@ def _loaders(
         tokens = config.training.max_tokens
         of = config.training
         size: dict[str, Any] = {"max_tokens": tokens} if tokens else {"batch_size": of.batch_size, "balance": of.balance}
-        train_loader = BatchLoader(split.train, shuffle=True, **size, **common)
+        train_loader = BatchLoader(split.train, shuffle=True, stochastic_length=of.stochastic_length, **size, **common)
         common.update(batch_size=config.evaluation.eval_batch_size, shuffle=False)
         users = config.evaluation.validate_users
         chosen = split.valid if users is None else split.valid.sample(users, config.seed)

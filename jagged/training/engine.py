@@ -377,6 +377,9 @@ class _Step(nn.Module):
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, int | Tensor]]:
         # TorchRec's pipeline of sharded tables traces this.
         batch = batch.batch if isinstance(batch, Carried) else batch
+        if self._graphs is not None and isinstance(self.task, NextItemTask):
+            # Graphs are of sizes, and so of what is trained on.
+            batch = self.task.shortened(batch)
         if self._graphs is not None and (replayed := self._graphs(batch)) is not None:
             self.weighted.count(batch)
             loss, rows = replayed

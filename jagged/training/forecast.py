@@ -155,7 +155,7 @@ def forecast(
         if parameter.requires_grad
     ]
     whole_table = table.nbytes if world_size > 1 else 0
-    rows = (split.train.lengths - 1).clamp(0, config.data.max_seq_len).double()
+    rows = loader.rows(0).double()
     steps = loader.num_batches(0)
     tokens = float(rows.sum()) / (steps * world_size)
     samples = len(rows) / (steps * world_size)

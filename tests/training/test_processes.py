@@ -51,6 +51,7 @@ def test_a_whole_run_on_two_processes(result: dict[str, Any]) -> None:
     assert result["resumed"]
     assert result["output resumed"]
     assert result["sampled resumed"]
+    assert result["shorter resumed"]
     assert result["steps"][0] == result["expected_steps"]
     for losses in ("losses", "sampled losses"):
         two, one = result[losses]

@@ -333,6 +333,11 @@ def main() -> None:
     alone(lambda _: run(root / "sampled one", dataset, **{**sampled, "batch_size": 8}) and None)
     result["sampled resumed"] = outcome(root / "sampled") == outcome(root / "sampled half")
     result["sampled losses"] = [[row["loss"] for row in outcome(root / name)["history"]] for name in ("sampled", "sampled one")]
+    shorter = {"name": "hstu", "stochastic_length": 0.9}
+    parallel(root, "shorter", whole(root / "shorter", **shorter))
+    parallel(root, "shorter half", whole(root / "shorter half", max_epochs=1, **shorter))
+    parallel(root, "shorter again", whole(root / "shorter half", **shorter))
+    result["shorter resumed"] = outcome(root / "shorter") == outcome(root / "shorter half")
     # An output layer's inputs change alike in all.
     options |= {"head": "group-sparse", "fan_in": 4, "group_size": 8, "rewire_every": 2, "rewire_until": 1.0}
     parallel(root, "output whole", whole(root / "output"))
