@@ -15,6 +15,7 @@ from torch import Tensor
 
 from jagged.ops import jagged_attention, jagged_hstu_attention
 from jagged.ops.attention import hopper
+from jagged.ops.attention.checks import check_mask
 from jagged.ops.attention.hopper import INPUTS, OPTIONS, SPECIALISED
 from jagged.ops.attention.spec import Inputs, Options, Outputs
 from jagged.ops.attention.triton import launch
@@ -40,6 +41,35 @@ SHORT = (0, 1, 63, 64, 65, 0, 127, 128, 129, 255, 256, 257)
 def long_enough(lengths: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Jagged:
     """Add the sample that brings the mean above the border."""
     return jagged_of((*lengths, max(300, SPECIALISED * (len(lengths) + 1) + 1 - sum(lengths))), dtype)
+
+
+# At, before and behind the boundaries of tiles, of each kind of mask and of several at once.
+MASKS: tuple[dict[str, Any], ...] = (
+    {"causal": True, "window": 64},
+    {"causal": True, "window": 130, "global_prefix": 65},
+    {"causal": True, "window": 129, "num_contextual": 63},
+    {"causal": True, "window": 65, "num_contextual": 70, "windowed_context": True},
+    {"causal": True, "num_contextual": 128},
+    {"window": (63, 128)},
+    {"window": 1, "num_contextual": 3},
+)
+
+
+@st.composite
+def masks(draw: st.DrawFn, batch: Jagged) -> dict[str, Any]:
+    """Return options of what queries see, that agree with each other."""
+    options: dict[str, Any] = {"causal": draw(st.booleans())}
+    sides = st.tuples(st.integers(0, 300), st.none() | st.integers(0, 300))
+    options["window"] = window = draw(st.none() | st.integers(1, 300) | sides)
+    options["num_contextual"] = draw(st.just(0) | st.integers(1, 200))
+    if window is not None:
+        options["windowed_context"] = bool(options["num_contextual"]) and draw(st.booleans())
+        if options["causal"] and not options["windowed_context"]:
+            options["global_prefix"] = draw(st.just(0) | st.integers(1, 200))
+    if draw(st.booleans()):
+        targets = draw(st.lists(st.integers(-1, 200), min_size=batch.batch_size, max_size=batch.batch_size))
+        options["num_targets"] = torch.tensor(targets, dtype=batch.offsets.dtype, device=PLACE.device)
+    return options
 
 
 @pytest.fixture(name="calls")
@@ -81,8 +111,7 @@ class TestOnHopper:
         others = st.lists(st.integers(0, 700), min_size=batch.batch_size, max_size=batch.batch_size).filter(any).map(tuple)
         keys = data.draw(st.none() | others.map(lambda lengths: jagged_of(lengths, torch.int32)))
         case = Case(batch, keys, data.draw(st.integers(1, 3)), 1, head_dim, dtype, data.draw(seeds()), {})
-        options = {
-            "causal": data.draw(st.booleans()),
+        options = data.draw(masks(batch)) | {
             "return_lse": data.draw(st.booleans()),
             "scale": data.draw(st.sampled_from([None, 2 / head_dim**0.5, -(head_dim**-0.5)])),
         }
@@ -116,14 +145,29 @@ class TestOnHopper:
                 check(place, batch, inputs, others, return_lse=True, **options)
 
     @pytest.mark.usefixtures("backward_calls")
+    @pytest.mark.parametrize("is_pointwise", [False, True])
+    @pytest.mark.parametrize("mask", MASKS, ids=str)
+    def test_masks_at_every_tile_boundary(self, place: Place, mask: dict[str, Any], is_pointwise: bool) -> None:
+        """With targets and without, in self-attention and across, where each key head serves two."""
+        batch = long_enough(SHORT)
+        targets = torch.tensor([3, 1, 63, 0, 70, 2, 64, 1, 128, -3, 129, 200, 130], device=place.device)
+        keys = jagged_of((64, 0, 300, 127, 0, 5, 129, 1, 65, 512, 255, 384, 257))
+        for others, group, num_targets in ((None, 1, None), (None, 1, targets), (keys, 2, targets)):
+            options = mask if num_targets is None else mask | {"num_targets": num_targets}
+            inputs = Case(batch, others, 2 // group, group, 128, torch.bfloat16, 0, {}).inputs()
+            if is_pointwise:
+                check_three_way(*functions(place, batch, [], others, normalizer=1.0, **options), inputs)
+            else:
+                check(place, batch, inputs, others, return_lse=True, **options)
+
+    @pytest.mark.usefixtures("backward_calls")
     @pytest.mark.parametrize(("head_dim", "dtype"), [(128, torch.bfloat16), (96, torch.float16)])
     @settings(max_examples=-(-settings().max_examples // 4))
     @given(data=st.data())
     def test_pointwise_three_way(self, place: Place, head_dim: int, dtype: torch.dtype, data: st.DataObject) -> None:
         batch = long_enough(data.draw(st.lists(st.integers(0, 400), max_size=5).map(tuple)), torch.int32)
         case = Case(batch, None, data.draw(st.integers(1, 3)), 1, head_dim, dtype, data.draw(seeds()), {})
-        options = {
-            "causal": data.draw(st.booleans()),
+        options = data.draw(masks(batch)) | {
             "scale": data.draw(st.sampled_from([None, 2 / head_dim**0.5, -(head_dim**-0.5)])),
             "normalizer": data.draw(st.sampled_from([None, 0.5, 100.0])),
         }
@@ -294,6 +338,20 @@ class TestOnHopper:
         check(place, jagged_of((last,)), list(tail.unbind(1)), causal=True)
 
 
+VISITED: tuple[dict[str, Any], ...] = (
+    {},
+    {"causal": True},
+    {"causal": True, "targets": True},
+    {"targets": True},
+    {"causal": True, "window": 3},
+    {"causal": True, "window": 5, "targets": True},
+    {"window": (1, 6), "targets": True},
+    {"causal": True, "window": 2, "global_prefix": 3},
+    {"causal": True, "window": 3, "num_contextual": 2, "targets": True},
+    {"causal": True, "num_contextual": 5},
+    {"causal": True, "window": 4, "num_contextual": 3, "windowed_context": True, "targets": True},
+    {"window": 3, "num_contextual": 6},
+)
 ROWS = 2 * SPECIALISED + 1
 Q = torch.zeros(ROWS, 2, 128, dtype=torch.bfloat16)
 
@@ -313,7 +371,8 @@ ALIGNED = "rows do not begin at 16 bytes"
         (None, Q.new_zeros(ROWS, 3, 2, 72)[:, 1], {}),
         (None, Q, {"pointwise": True, "normalizer": 5.0}),
         (None, Q, {"num_targets": GIVEN}),
-        ("targets are given without causal", Q, {"num_targets": GIVEN, "causal": False}),
+        (None, Q, {"num_targets": GIVEN, "causal": False}),
+        (None, Q, {"window": 3, "reach": 2, "num_contextual": 1, "prefix": 2}),
         (GENERATION, Q, {"capability": (10, 0)}),
         ("there are no keys", Q, {"k": Q[:0], "k_offsets": torch.zeros(3, dtype=torch.int64)}),
         ("samples are short", Q[1:], {}),
@@ -322,9 +381,7 @@ ALIGNED = "rows do not begin at 16 bytes"
         (NARROW, Q.float(), {}),
         (ALIGNED, Q.new_zeros(ROWS, 2, 136)[..., 1:129], {}),
         (ALIGNED, Q[..., :100].clone(), {}),
-        ("window is 3", Q, {"window": 3}),
-        ("num_contextual is 1", Q, {"num_contextual": 1}),
-        ("prefix is 2", Q, {"window": 0, "prefix": 2}),
+        ("softcap is 2.0", Q, {"softcap": 2.0}),
         ("relative_bias is given", Q, {"relative_bias": torch.zeros(2, 3)}),
         ("time_bias is given", Q, {"time_bias": torch.zeros(2, 3)}),
         ("bias is given", Q, {"bias": torch.zeros(2, 2, 1, 1)}),
@@ -369,44 +426,53 @@ def test_which_kernels_are_launched(
 
 
 @pytest.mark.skipif(PLACE.name == "interpret", reason="Gluon is not interpreted")
-@pytest.mark.parametrize(("causal", "has_targets"), [(False, False), (True, False), (True, True)])
-def test_tiles_that_meet(monkeypatch: pytest.MonkeyPatch, causal: bool, has_targets: bool) -> None:
-    """In tiles of a few rows: each pair that is seen is visited once, no tile in vain, and one counted as whole hides none."""
-    from jagged.ops.attention.hopper import sight
+@pytest.mark.parametrize("mask", VISITED, ids=str)
+def test_tiles_that_meet(monkeypatch: pytest.MonkeyPatch, mask: dict[str, Any]) -> None:
+    """In tiles of a few rows: each pair that is seen is visited once, and a tile that is said to hide nothing hides none."""
+    from jagged.ops.attention.hopper import forward, visits
+    from jagged.ops.attention.triton import masks
+    from jagged.ops.attention.triton.samples import Sample
 
-    scalars = SimpleNamespace(minimum=min, maximum=max, where=lambda condition, yes, no: yes if condition else no)
-    monkeypatch.setattr(sight, "gl", scalars)
-    rows = 4
-    for queries, keys, targets in itertools.product((1, 4, 7, 13), (1, 3, 8, 13, 17), (0, 1, 2, 5, 8, 13, 17)):
+    scalars = SimpleNamespace(
+        minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
+        maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
+        where=lambda condition, yes, no: torch.where(torch.as_tensor(condition), yes, no),
+        cdiv=lambda a, b: -(-a // b),
+        int32=torch.int32,
+    )
+    for module in (masks, visits):
+        monkeypatch.setattr(module, "tl" if module is masks else "gl", scalars)
+    monkeypatch.setattr(masks, "reach_of", masks.reach_of.fn)
+    monkeypatch.setattr(visits, "edge_tile", masks.edge_tile.fn)
+    rows, causal, has_targets = 4, mask.get("causal", False), mask.get("targets", False)
+    named = {"window": None, "num_contextual": 0, "global_prefix": 0, "windowed_context": False} | mask
+    named.pop("targets", None)
+    _, checked = check_mask(torch.tensor([0, 1]), named.pop("causal", False), num_targets=None, **named)
+    sight = masks.Sight(*forward.sight_of(Options(**checked)), True if has_targets else None)
+    for queries, keys, targets in itertools.product((1, 4, 7, 13), (1, 3, 8, 13, 17), (0, 1, 5, 8, 17)):
         if targets > (keys if has_targets else 0):
             continue
-        options = {"num_targets": targets} if has_targets else {}
-        seen = visible_keys(torch.tensor([queries]), torch.tensor([keys]), causal=causal, **options)[0]  # type: ignore[arg-type]
-        history, shift = keys - targets, keys - queries
-        sizes = queries, keys, history
+        options = {name: of for name, of in mask.items() if name != "targets"} | ({"num_targets": targets} if has_targets else {})
+        seen = visible_keys(torch.tensor([queries]), torch.tensor([keys]), **options)[0]
+        history, shift = torch.tensor(keys - targets), keys - queries
+        sample = Sample(0, 0, 0, 0, torch.tensor(queries), torch.tensor(keys), torch.tensor(shift), history)
         every_query, every_key = torch.arange(queries)[:, None], torch.arange(keys)
-        assert torch.equal(seen, sight.sees.fn(every_query + shift, every_key, history, causal, has_targets).expand(seen.shape))
-        for block in (2, 4):
-            visited = torch.zeros_like(seen, dtype=torch.int64)
-            for first in range(0, queries, rows):
-                tiles, whole, *gap = sight.key_tiles.fn(first, *sizes, causal, has_targets, rows, block)
-                for tile in range(tiles):
-                    key = sight.key_of_tile.fn(tile, *gap, has_targets, block)
-                    part = seen[first : first + rows, key : key + block]
-                    assert part.any() or tiles == 1
-                    assert part.all() or tile >= whole
-                    visited[first : first + rows, key : key + block] += 1
-            assert torch.equal(visited[seen], torch.ones_like(visited[seen]))
-            visited.zero_()
-            for key in range(0, keys, rows):
-                first, end, tiles = sight.query_tiles.fn(key, *sizes, causal, has_targets, rows, block)
-                for query in range(first, first + tiles * block, block):
-                    part = seen[query : query + block, key : key + rows]
-                    assert part.any() or tiles == 1
-                    assert part.all() or not causal or sight.hides.fn(key, query + shift, history, has_targets, rows)
-                    visited[query : query + block, key : key + rows] += 1
-                assert tiles == 1 or end > first + (tiles - 1) * block
-            assert torch.equal(visited[seen], torch.ones_like(visited[seen]))
+        found = masks.visible.fn(every_query + shift, every_key, history, sight, causal)
+        assert torch.equal(seen, found.expand(seen.shape))
+        for block, owns_keys in itertools.product((2, 4), (False, True)):
+            pairs = seen.T if owns_keys else seen
+            visited = torch.zeros_like(pairs, dtype=torch.int64)
+            for own in range(0, len(pairs), rows):
+                find = masks.query_ranges if owns_keys else masks.key_ranges
+                ranges = find.fn(torch.tensor(own), sample, sight, causal, rows, block)
+                number = int(visits.number_of_visits.fn(ranges, block))
+                for index in range(number):
+                    other = int(visits.row_of_visit.fn(torch.tensor(index), ranges, not owns_keys, block))
+                    may_hide = bool(visits.may_hide.fn(index, ranges))
+                    assert other % block == 0
+                    assert pairs[own : own + rows, other : other + block].all() or may_hide
+                    visited[own : own + rows, other : other + block] += 1
+            assert torch.equal(visited[pairs], torch.ones_like(visited[pairs]))
 
 
 def test_what_is_new_is_refused() -> None:

@@ -14,7 +14,7 @@ from jagged.ops.attention.spec import Inputs, Options
 SPECIALISED = 96
 # What the kernels have been taught. Any other input or option is refused as soon as it is given.
 INPUTS = frozenset(("q", "k", "v", "q_offsets", "k_offsets", "num_targets"))
-OPTIONS = frozenset(("causal", "scale", "pointwise", "normalizer"))
+OPTIONS = frozenset(("causal", "window", "reach", "num_contextual", "prefix", "scale", "pointwise", "normalizer"))
 
 
 def supports(x: Inputs, o: Options, grad: Tensor | None = None) -> str | None:
@@ -25,8 +25,6 @@ def supports(x: Inputs, o: Options, grad: Tensor | None = None) -> str | None:
     for place in _OTHER_OPTIONS:
         if o[place] != _DEFAULTS[place]:
             return f"{Options._fields[place]} is {o[place]}"
-    if x.num_targets is not None and not o.causal:
-        return "targets are given without causal"
     total, _, width = x.q.shape
     if x.v.shape[2] != width:
         return "values are of another width than keys"

@@ -38,29 +38,21 @@ from jagged.ops.attention.hopper.forward import (
     ragged_descriptor,
     ring_tile,
     send_rows,
+    sight_of,
     visited_rows,
     write_fields,
 )
-from jagged.ops.attention.hopper.sight import hides, history_of, key_of_tile, key_tiles, query_tiles, sees
+from jagged.ops.attention.hopper.visits import announce, number_of_visits, row_of_visit, visited
 from jagged.ops.attention.spec import Inputs, Options, Outputs
 from jagged.ops.attention.triton.biases import HIDDEN
+from jagged.ops.attention.triton.masks import Sight, key_ranges, query_ranges, visible
+from jagged.ops.attention.triton.samples import sample_of
 from jagged.ops.attention.triton.scores import LOG2_E, pointwise_factor, silu
 
 # Rows that a tile meets at a time, and places of both rings, as many as fit: of keys and values; of queries, with statistics.
 BLOCK_N = gl.constexpr(64)
 KEY_STAGES = gl.constexpr(5)
 QUERY_STAGES = gl.constexpr(4)
-
-
-@gluon.jit
-def next_row(row, first, end, GROUP: gl.constexpr):
-    """Return the row after those at `row`, and whether it is the first of the next head of a group."""
-    row += BLOCK_N
-    is_next = 0
-    if GROUP > 1:
-        is_next = (row >= end).to(gl.int32)
-        row = gl.where(row >= end, first, row)
-    return row, is_next
 
 
 @gluon.jit
@@ -77,16 +69,13 @@ def send_statistics(statistics, first, length, ring, numbers, visit):
 
 
 @gluon.jit
-def load_warp(
-    rows, lists, counts, room,
-    OWNS_KEYS: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_TARGETS: gl.constexpr, GROUP: gl.constexpr,
-):  # fmt: skip
-    """Of each tile send fields and own rows, then the others: keys from the last to the first; queries, of each head that shares
-    the keys, from the first to the last, with their statistics if any. At last a tile of a sample that has no rows."""
+def load_warp(rows, lists, counts, sight, room, OWNS_KEYS: gl.constexpr, IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr):
+    """Of each tile send fields and own rows, then the others: keys and values; or queries, of each head that shares the keys, and
+    gradients of outputs, with statistics if any. At last a tile of a sample that has no rows."""
     first_own, second_own, first_other, second_other, statistics = rows
-    offsets, other_offsets, num_targets, counter = lists
+    offsets, other_offsets, counter = lists
     num_samples, total, other_total, num_heads = counts
-    fields, own, firsts, seconds, numbers = room
+    fields, words, own, firsts, seconds, numbers = room
     num_tiles = total // BLOCK_M + num_samples
     index = gl.atomic_add(counter, 1, sem="relaxed")
     tile = index * 0
@@ -97,41 +86,61 @@ def load_warp(
         )
         other_end = other_start + other_length
         if first_row < length:
-            history = history_of(num_targets, sample, length if OWNS_KEYS else other_length)
+            if OWNS_KEYS:
+                known = sample_of(sample, head, other_start, other_length, start, length, sight.num_targets)
+                ranges = query_ranges(first_row, known, sight, IS_CAUSAL, BLOCK_M, BLOCK_N)
+                other_head = head * GROUP
+            else:
+                known = sample_of(sample, head, start, length, other_start, other_length, sight.num_targets)
+                ranges = key_ranges(first_row, known, sight, IS_CAUSAL, BLOCK_M, BLOCK_N)
+                other_head = head // GROUP
+            visits = number_of_visits(ranges, BLOCK_N)
+            heads = GROUP if OWNS_KEYS else 1
             await_left(own, tile)
-            write_fields(fields, start, length, other_length, first_row, head, history)
+            write_fields(fields, start, length, other_length, first_row, head, known.history, visits * heads)
             mbarrier.expect(own.full.index(0), 4 * first_own.block_type.nbytes)
             for i in gl.static_range(2):
                 row = first_row + i * GROUP_M
                 copy_rows(first_own, start + length, length, row, head, own.full.index(0), own.tiles.index(i))
                 copy_rows(second_own, start + length, length, row, head, own.full.index(0), own.tiles.index(2 + i))
-            if OWNS_KEYS:
-                first, end, tiles = query_tiles(
-                    first_row, other_length, length, history, IS_CAUSAL, HAS_TARGETS, BLOCK_M, BLOCK_N
-                )
-                row = first
-                steps = tiles * GROUP
-                other_head = head * GROUP
-            else:
-                steps, _, near, skipped = key_tiles(
-                    first_row, length, other_length, history, IS_CAUSAL, HAS_TARGETS, BLOCK_M, BLOCK_N
-                )
-                other_head = head // GROUP
-            for j in range(steps):
-                if not OWNS_KEYS:
-                    row = key_of_tile(steps - 1 - j, near, skipped, HAS_TARGETS, BLOCK_N)
+            for i in range(visits * heads):
+                j = i
+                if heads > 1:
+                    j = i % visits
+                row = row_of_visit(j, ranges, not OWNS_KEYS, BLOCK_N)
                 if statistics is not None:
                     source = statistics + (other_total.to(gl.int64) * other_head + other_start) * 2
                     send_statistics(source, row, other_length, firsts, numbers, visit)
+                announce(words, firsts, visit, row, j, ranges)
                 send_rows(first_other, other_end, other_length, row, other_head, firsts, visit)
                 send_rows(second_other, other_end, other_length, row, other_head, seconds, visit)
-                if OWNS_KEYS:
-                    row, is_next = next_row(row, first, end, GROUP)
-                    other_head += is_next
                 visit += 1
+                if heads > 1:
+                    other_head += (j == visits - 1).to(gl.int32)
             tile += 1
         index = gl.atomic_add(counter, 1, sem="relaxed")
     end_groups(fields, own, tile)
+
+
+@gluon.jit
+def pass_hidden(words, firsts, seconds, visit, visits, own_position, shift, sight, OWNS_KEYS: gl.constexpr):
+    """Pass over the first visit where causal queries lie before all of its keys; return the next visit, and how many are left.
+
+    `own_position` is the key position of the group's first row, and `shift` what is to be added to that of others. Where 128 rows
+    meet 64 on the diagonal, one of their two groups sees nothing.
+    """
+    await_tile(firsts, visit)
+    row, _ = visited(words, firsts, visit)
+    first_query, first_key = (row + shift, own_position) if OWNS_KEYS else (own_position, row)
+    is_hidden = (visits > 1) & (first_query + (GROUP_M - 1) < first_key)
+    if sight.num_contextual is not None:
+        is_hidden = is_hidden & (first_query >= sight.num_contextual)
+    if is_hidden:
+        await_tile(seconds, visit)
+        leave_tile(firsts, visit)
+        leave_tile(seconds, visit)
+    passed = is_hidden.to(gl.int32)
+    return visit + passed, visits - passed
 
 
 @gluon.jit
@@ -142,25 +151,21 @@ def begin(own, others, layout: gl.constexpr):
 
 
 @gluon.jit
-def weights_of_keys(
-    s, numbers, place, factor, first_key, first_position, history, IS_CAUSAL: gl.constexpr, HAS_TARGETS: gl.constexpr
-):  # fmt: skip
+def weights_of_keys(s, numbers, place, factor, first_key, first_position, may_hide, history, sight, IS_CAUSAL: gl.constexpr):
     """Weights of transposed scores, and what each changes by with its score; none for keys from queries that do not see them."""
     layout: gl.constexpr = s.type.layout
     keys = (first_key + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, layout)))[:, None]
     positions = (first_position + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)))[None, :]
     if numbers is None:
         s = s * factor
-        if IS_CAUSAL:  # noqa: SIM102
-            if hides(first_key, first_position, history, HAS_TARGETS, GROUP_M):
-                s = gl.where(sees(positions, keys, history, IS_CAUSAL, HAS_TARGETS), s, HIDDEN)
+        if may_hide:
+            s = gl.where(visible(positions, keys, history, sight, IS_CAUSAL), s, HIDDEN)
         p, slope = silu(s, False)
     else:
         log_sum = numbers.index(place).load(gl.SliceLayout(0, layout))
         p = gl.exp2(s * factor - log_sum[None, :])
-        if IS_CAUSAL:  # noqa: SIM102
-            if hides(first_key, first_position, history, HAS_TARGETS, GROUP_M):
-                p = gl.where(sees(positions, keys, history, IS_CAUSAL, HAS_TARGETS), p, 0.0)
+        if may_hide:
+            p = gl.where(visible(positions, keys, history, sight, IS_CAUSAL), p, 0.0)
         slope = p
     return p, slope
 
@@ -174,13 +179,10 @@ def less_delta(dp, numbers, place):
 
 
 @gluon.jit
-def sum_dkv(
-    arguments, room,
-    WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_TARGETS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-):  # fmt: skip
+def sum_dkv(arguments, room, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr):
     """One group of warps: rows `64 * WHICH ..` of each tile of keys, until one has none. Scores are held transposed."""
-    grad_key, grad_value, num_heads, scale, normalizer = arguments
-    fields, own, queries, grads, numbers = room
+    grad_key, grad_value, num_heads, scale, normalizer, sight = arguments
+    fields, words, own, queries, grads, numbers = room
     dtype: gl.constexpr = grad_key.dtype.element_ty
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -193,31 +195,31 @@ def sum_dkv(
     visit = length * 0
     tile = length * 0
     while length > 0:
-        query_length = field_of(fields, 2)
-        first_key = field_of(fields, 3)
-        history = field_of(fields, 5) if HAS_TARGETS else length
-        first, end, tiles = query_tiles(first_key, query_length, length, history, IS_CAUSAL, HAS_TARGETS, BLOCK_M, BLOCK_N)
-        first_key += GROUP_M * WHICH
-        first += length - query_length
-        end += length - query_length
-        position = first
+        shift = length - field_of(fields, 2)
+        first_key = field_of(fields, 3) + GROUP_M * WHICH
+        history = length if sight.num_targets is None else field_of(fields, 5)
+        visits = field_of(fields, 6)
+        if IS_CAUSAL and WHICH == 1:
+            visit, visits = pass_hidden(words, queries, grads, visit, visits, first_key, shift, sight, True)
 
         await_tile(queries, visit)
         await_tile(grads, visit)
+        row, may_hide = visited(words, queries, visit)
         s = begin(k, visited_rows(queries, visit), s_layout)
         dp = begin(v, visited_rows(grads, visit), s_layout)
         s = warpgroup_mma_wait(1, deps=(s,))
         place = visit % QUERY_STAGES
-        p, slope = weights_of_keys(s, numbers, place, factor, first_key, position, history, IS_CAUSAL, HAS_TARGETS)
+        p, slope = weights_of_keys(s, numbers, place, factor, first_key, row + shift, may_hide, history, sight, IS_CAUSAL)
         dp = warpgroup_mma_wait(0, deps=(dp,))
         ds = slope * less_delta(dp, numbers, place)
         p = gl.convert_layout(p.to(dtype), p_layout)
         ds = gl.convert_layout(ds.to(dtype), p_layout)
         dk = gl.zeros([GROUP_M, WIDTH], gl.float32, o_layout)
         dv = gl.zeros([GROUP_M, WIDTH], gl.float32, o_layout)
-        for _ in range(1, tiles * GROUP):
+        for _ in range(1, visits):
             await_tile(queries, visit + 1)
             await_tile(grads, visit + 1)
+            row, may_hide = visited(words, queries, visit + 1)
             dv = warpgroup_mma(p, visited_rows(grads, visit), dv, is_async=True)
             dk = warpgroup_mma(ds, visited_rows(queries, visit), dk, is_async=True)
             s = begin(k, visited_rows(queries, visit + 1), s_layout)
@@ -228,8 +230,7 @@ def sum_dkv(
             visit += 1
             s = warpgroup_mma_wait(1, deps=(s,))
             place = visit % QUERY_STAGES
-            position, _ = next_row(position, first, end, GROUP)
-            p, slope = weights_of_keys(s, numbers, place, factor, first_key, position, history, IS_CAUSAL, HAS_TARGETS)
+            p, slope = weights_of_keys(s, numbers, place, factor, first_key, row + shift, may_hide, history, sight, IS_CAUSAL)
             # The assembler moves a wait for products up to the last branch: this one has to stand below the weights.
             await_tile(grads, visit)
             dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -279,12 +280,12 @@ def row_statistics(output, lse, grad_lse, statistics, grad, total, start, first,
 
 
 @gluon.jit
-def seen_by_queries(ds, position, history, first_key, IS_CAUSAL: gl.constexpr, HAS_TARGETS: gl.constexpr):
+def seen_by_queries(ds, position, first_key, history, sight, IS_CAUSAL: gl.constexpr):
     """Clear the gradients of scores of keys that a query does not see."""
     layout: gl.constexpr = ds.type.layout
     keys = (first_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)))[None, :]
     positions = (position + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, layout)))[:, None]
-    return gl.where(sees(positions, keys, history, IS_CAUSAL, HAS_TARGETS), ds, 0.0)
+    return gl.where(visible(positions, keys, history, sight, IS_CAUSAL), ds, 0.0)
 
 
 @gluon.jit
@@ -298,9 +299,10 @@ def slopes_of_queries(s, log_sum, factor):
 
 
 @gluon.jit
-def sum_dq(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_TARGETS: gl.constexpr, HEAD_DIM: gl.constexpr):
+def sum_dq(arguments, room, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr):
     """One group of warps: rows `64 * WHICH ..` of each tile of queries, and their statistics if any, until one has none."""
-    output, lse, grad_lse, statistics, grad_query, total, num_heads, scale, normalizer, fields, own, keys, values = arguments
+    output, lse, grad_lse, statistics, grad_query, total, num_heads, scale, normalizer, sight = arguments
+    fields, words, own, keys, values, _numbers = room
     IS_POINTWISE: gl.constexpr = lse is None
     dtype: gl.constexpr = grad_query.dtype.element_ty
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -319,10 +321,8 @@ def sum_dq(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_TARGETS:
         key_length = field_of(fields, 2)
         first_query = field_of(fields, 3)
         head = field_of(fields, 4)
-        history = field_of(fields, 5) if HAS_TARGETS else key_length
-        tiles, whole, near, skipped = key_tiles(
-            first_query, length, key_length, history, IS_CAUSAL, HAS_TARGETS, BLOCK_M, BLOCK_N
-        )
+        history = key_length if sight.num_targets is None else field_of(fields, 5)
+        visits = field_of(fields, 6)
         first_query += GROUP_M * WHICH
         position = first_query + key_length - length
         log_sum, delta = None, 0.0
@@ -332,9 +332,12 @@ def sum_dq(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_TARGETS:
             )
             log_sum = gl.convert_layout(log_sum, s_row)[:, None]
             delta = gl.convert_layout(delta, s_row)[:, None]
+        if IS_CAUSAL and WHICH == 0:
+            visit, visits = pass_hidden(words, keys, values, visit, visits, position, 0, sight, False)
 
         await_tile(keys, visit)
         await_tile(values, visit)
+        first_key, may_hide = visited(words, keys, visit)
         s = begin(q, visited_rows(keys, visit), s_layout)
         dp = begin(o, visited_rows(values, visit), s_layout)
         s = warpgroup_mma_wait(1, deps=(s,))
@@ -342,15 +345,14 @@ def sum_dq(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_TARGETS:
         dp = warpgroup_mma_wait(0, deps=(dp,))
         leave_tile(values, visit)
         ds = slope * (dp - delta)
-        if tiles > whole:
-            first_key = key_of_tile(tiles - 1, near, skipped, HAS_TARGETS, BLOCK_N)
-            ds = seen_by_queries(ds, position, history, first_key, IS_CAUSAL, HAS_TARGETS)
+        if may_hide:
+            ds = seen_by_queries(ds, position, first_key, history, sight, IS_CAUSAL)
         ds = gl.convert_layout(ds.to(dtype), p_layout)
         dq = gl.zeros([GROUP_M, WIDTH], gl.float32, o_layout)
-        for j in range(1, tiles):
-            left = tiles - 1 - j
+        for _ in range(1, visits):
             await_tile(keys, visit + 1)
             await_tile(values, visit + 1)
+            first_key, may_hide = visited(words, keys, visit + 1)
             dq = warpgroup_mma(ds, visited_rows(keys, visit), dq, is_async=True)
             s = begin(q, visited_rows(keys, visit + 1), s_layout)
             dq = warpgroup_mma_wait(1, deps=(dq,))
@@ -364,9 +366,8 @@ def sum_dq(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_TARGETS:
             dp = warpgroup_mma_wait(0, deps=(dp,))
             leave_tile(values, visit)
             ds = slope * (dp - delta)
-            if left >= whole:
-                first_key = key_of_tile(left, near, skipped, HAS_TARGETS, BLOCK_N)
-                ds = seen_by_queries(ds, position, history, first_key, IS_CAUSAL, HAS_TARGETS)
+            if may_hide:
+                ds = seen_by_queries(ds, position, first_key, history, sight, IS_CAUSAL)
             ds = gl.convert_layout(ds.to(dtype), p_layout)
         mbarrier.arrive(own.empty.index(0), count=1)
         dq = warpgroup_mma(ds, visited_rows(keys, visit), dq, is_async=True)
@@ -385,7 +386,7 @@ def sum_dq(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_TARGETS:
 @gluon.jit(do_not_specialize=["num_samples", "total", "key_total", "num_heads"])
 def attention_backward_dq_hopper_kernel(
     grad, grad_lse, query, key, value, output, lse, offsets, key_offsets, num_targets, grad_query, statistics, counter,
-    num_samples, total, key_total, num_heads, scale, normalizer,
+    num_samples, total, key_total, num_heads, scale, normalizer, window, reach, num_contextual, prefix,
     IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """Gradients of all tiles of queries, `dQ = scale * dS K` with `dS = P * (dO V^T - delta)`, and `statistics` of their rows.
@@ -393,22 +394,24 @@ def attention_backward_dq_hopper_kernel(
     Delta is a row's dot product of output and its gradient, less the gradient of its log-sum-exp. Pointwise, where there is no
     `lse`, `dS = SiLU'(scale * Q K^T) * (dO V^T) / normalizer`, and there are no statistics.
     """
-    HAS_TARGETS: gl.constexpr = num_targets is not None
-    fields = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    fields = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], flat)
+    words = gl.allocate_shared_memory(gl.int32, [KEY_STAGES, 1], flat)
     own = make_ring(query, 1, 2, TILES=4)
     keys = make_ring(key, KEY_STAGES, 2)
     values = make_ring(value, KEY_STAGES, 2)
     fence_async_shared()
     rows = query, grad, key, value, None
-    lists = offsets, key_offsets, num_targets, counter
+    lists = offsets, key_offsets, counter
     counts = num_samples, total, key_total, num_heads
-    room = fields, own, keys, values, None
-    sums = output, lse, grad_lse, statistics, grad_query, total, num_heads, scale, normalizer, fields, own, keys, values
+    sight = Sight(window, reach, num_contextual, prefix, num_targets)
+    room = fields, words, own, keys, values, None
+    sums = output, lse, grad_lse, statistics, grad_query, total, num_heads, scale, normalizer, sight
     gl.warp_specialize(
         [
-            (sum_dq, (sums, 0, IS_CAUSAL, HAS_TARGETS, HEAD_DIM)),
-            (sum_dq, (sums, 1, IS_CAUSAL, HAS_TARGETS, HEAD_DIM)),
-            (load_warp, (rows, lists, counts, room, False, IS_CAUSAL, HAS_TARGETS, GROUP)),
+            (sum_dq, (sums, room, 0, IS_CAUSAL, HEAD_DIM)),
+            (sum_dq, (sums, room, 1, IS_CAUSAL, HEAD_DIM)),
+            (load_warp, (rows, lists, counts, sight, room, False, IS_CAUSAL, GROUP)),
         ],
         [4, 1], [240, 24],
     )  # fmt: skip
@@ -417,7 +420,7 @@ def attention_backward_dq_hopper_kernel(
 @gluon.jit(do_not_specialize=["num_samples", "total", "key_total", "num_heads"])
 def attention_backward_dkv_hopper_kernel(
     grad, query, key, value, statistics, offsets, key_offsets, num_targets, grad_key, grad_value, counter,
-    num_samples, total, key_total, num_heads, scale, normalizer,
+    num_samples, total, key_total, num_heads, scale, normalizer, window, reach, num_contextual, prefix,
     IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """Gradients of all tiles of keys and values: `dV = P^T dO`, `dK = scale * dS^T Q` with `dS = P * (dO V^T - delta)`.
@@ -425,26 +428,27 @@ def attention_backward_dkv_hopper_kernel(
     `statistics` hold what is subtracted in each row: the log-sum-exp, times log2(e), from scores, and delta. Without them weights
     are pointwise, `P = SiLU(scale * Q K^T) / normalizer` and `dS = SiLU'(scale * Q K^T) * (dO V^T) / normalizer`.
     """
-    HAS_TARGETS: gl.constexpr = num_targets is not None
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     fields = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], flat)
+    words = gl.allocate_shared_memory(gl.int32, [QUERY_STAGES, 1], flat)
     own = make_ring(key, 1, 2, TILES=4)
     queries = make_ring(query, QUERY_STAGES, 2)
     grads = make_ring(grad, QUERY_STAGES, 2)
-    room = fields, own, queries, grads, None
+    room = fields, words, own, queries, grads, None
     if statistics is not None:
         # Of each place of `queries` what is subtracted from scores, and then of each what is from gradients of weights.
-        room = fields, own, queries, grads, gl.allocate_shared_memory(gl.float32, [2 * QUERY_STAGES, BLOCK_N], flat)
+        room = fields, words, own, queries, grads, gl.allocate_shared_memory(gl.float32, [2 * QUERY_STAGES, BLOCK_N], flat)
     fence_async_shared()
     rows = key, value, query, grad, statistics
-    lists = key_offsets, offsets, num_targets, counter
+    lists = key_offsets, offsets, counter
     counts = num_samples, key_total, total, num_heads
-    sums = grad_key, grad_value, num_heads, scale, normalizer
+    sight = Sight(window, reach, num_contextual, prefix, num_targets)
+    sums = grad_key, grad_value, num_heads, scale, normalizer, sight
     gl.warp_specialize(
         [
-            (sum_dkv, (sums, room, 0, IS_CAUSAL, HAS_TARGETS, GROUP, HEAD_DIM)),
-            (sum_dkv, (sums, room, 1, IS_CAUSAL, HAS_TARGETS, GROUP, HEAD_DIM)),
-            (load_warp, (rows, lists, counts, room, True, IS_CAUSAL, HAS_TARGETS, GROUP)),
+            (sum_dkv, (sums, room, 0, IS_CAUSAL, HEAD_DIM)),
+            (sum_dkv, (sums, room, 1, IS_CAUSAL, HEAD_DIM)),
+            (load_warp, (rows, lists, counts, sight, room, True, IS_CAUSAL, GROUP)),
         ],
         [4, 1], [240, 24],
     )  # fmt: skip
@@ -470,11 +474,11 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options) -> dict[str, T
     _launch_dq(
         programs_for(x.q, num_samples),
         upstream, grad_lse, *rows, output, lse, *offsets, x.num_targets, grad_q, statistics, counters[0], num_samples, total,
-        x.k.shape[0], heads, o.scale, o.normalizer, **constants,
+        x.k.shape[0], heads, o.scale, o.normalizer, *sight_of(o), **constants,
     )  # fmt: skip
     _launch_dkv(
         programs_for(x.k, num_samples),
         upstream, *rows, statistics, *offsets, x.num_targets, grad_k, grad_v, counters[1], num_samples, total, x.k.shape[0],
-        x.k.shape[1], o.scale, o.normalizer, **constants,
+        x.k.shape[1], o.scale, o.normalizer, *sight_of(o), **constants,
     )  # fmt: skip
     return {"q": grad_q, "k": grad_k, "v": grad_v}

@@ -1,8 +1,8 @@
 """Attention of long samples on Hopper: one warp loads, two groups of four warps multiply and weigh.
 
 A program, of which each multiprocessor runs one, takes tiles of 128 queries of one head from a counter until none is left. Its
-loading warp sends a tile's queries, 64 to each group, and then its keys and values by TMA, 128 rows at a time and the last first,
-through two rings of places in shared memory. Both groups read the same place, so that a row crosses the L2 once for 128 queries.
+loading warp sends a tile's queries, 64 to each group, and then its keys and values by TMA, 128 rows at a time, through two rings
+of places in shared memory. Both groups read the same place, so that a row crosses the L2 once for 128 queries.
 A group begins the product of queries and one tile of keys together with that of weights and the values of the tile before it,
 `S_j = Q K_j^T` and `O += P_(j-1) V_(j-1)`, and turns S_j into weights P_j, by a running softmax or by SiLU, while the second
 still runs.
@@ -28,8 +28,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import gpu
 from jagged.ops._shared.ring import await_left, await_tile, descriptor, leave_tile, make_ring
-from jagged.ops.attention.hopper.sight import history_of, key_of_tile, key_tiles, sees
+from jagged.ops.attention.hopper.visits import announce, number_of_visits, row_of_visit, visited
 from jagged.ops.attention.spec import Inputs, Options, Outputs
+from jagged.ops.attention.triton.masks import Sight, key_ranges, visible
+from jagged.ops.attention.triton.samples import sample_of
 from jagged.ops.attention.triton.scores import LN_2, LOG2_E, pointwise_factor
 
 # Rows of a sample end where this coordinate does; more than any tensor has.
@@ -40,9 +42,9 @@ BLOCK_M = gl.constexpr(128)
 BLOCK_N = gl.constexpr(128)
 WIDTH = gl.constexpr(128)
 STAGES = gl.constexpr(3)
-# Of a tile: its sample's first row, numbers of its rows and of the others, its own first row in the sample, its head, and how
-# many keys the history has.
-FIELDS = gl.constexpr(6)
+# Of a tile: its sample's first row, numbers of its rows and of the others, its own first row in the sample, its head, how many
+# keys the history has, and how many visits there are.
+FIELDS = gl.constexpr(7)
 # Of rows of 128 columns of 16 bits, in shared memory.
 LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
 LOWEST = gl.constexpr(-3.4028234663852886e38)
@@ -124,10 +126,10 @@ def find_tile(index, num_tiles, offsets, other_offsets, num_samples, total, othe
 
 
 @gluon.jit
-def write_fields(fields, start, length, other_length, first, head, history):
+def write_fields(fields, start, length, other_length, first, head, history, visits):
     """Tell the groups of a tile."""
     for i in gl.static_range(FIELDS):
-        field = (start, length, other_length, first, head, history)[i]
+        field = (start, length, other_length, first, head, history, visits)[i]
         fields.index(i).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + field)
 
 
@@ -140,12 +142,12 @@ def end_groups(fields, own, tile):
 
 
 @gluon.jit
-def load_warp(rows, lists, counts, room, IS_CAUSAL: gl.constexpr, HAS_TARGETS: gl.constexpr, GROUP: gl.constexpr):
+def load_warp(rows, lists, counts, sight, room, IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr):
     """Of each tile send fields and queries, then keys and values; at last a tile of a sample that has no queries."""
     query, key, value = rows
-    offsets, key_offsets, num_targets, counter = lists
+    offsets, key_offsets, counter = lists
     num_samples, total, key_total, num_heads = counts
-    fields, queries, keys, values = room
+    fields, words, queries, keys, values = room
     num_tiles = total // BLOCK_M + num_samples
     index = gl.atomic_add(counter, 1, sem="relaxed")
     tile = index * 0
@@ -156,21 +158,22 @@ def load_warp(rows, lists, counts, room, IS_CAUSAL: gl.constexpr, HAS_TARGETS: g
         )
         key_end = key_start + key_length
         if first_query < length:
-            history = history_of(num_targets, sample, key_length)
-            tiles, _, near, skipped = key_tiles(
-                first_query, length, key_length, history, IS_CAUSAL, HAS_TARGETS, BLOCK_M, BLOCK_N
-            )
-            first_key = key_of_tile(tiles - 1, near, skipped, HAS_TARGETS, BLOCK_N)
+            known = sample_of(sample, head, start, length, key_start, key_length, sight.num_targets)
+            ranges = key_ranges(first_query, known, sight, IS_CAUSAL, BLOCK_M, BLOCK_N)
+            visits = number_of_visits(ranges, BLOCK_N)
+            first_key = row_of_visit(0, ranges, True, BLOCK_N)
+            announce(words, keys, visit, first_key, 0, ranges)
             send_rows(key, key_end, key_length, first_key, head // GROUP, keys, visit)
             await_left(queries, tile)
-            write_fields(fields, start, length, key_length, first_query, head, history)
+            write_fields(fields, start, length, key_length, first_query, head, known.history, visits)
             mbarrier.expect(queries.full.index(0), 2 * query.block_type.nbytes)
             for i in gl.static_range(2):
                 row = first_query + i * GROUP_M
                 copy_rows(query, start + length, length, row, head, queries.full.index(0), queries.tiles.index(i))
             # Groups need a tile's keys before the values of the tile that they saw before it.
-            for j in range(1, tiles):
-                next_key = key_of_tile(tiles - 1 - j, near, skipped, HAS_TARGETS, BLOCK_N)
+            for j in range(1, visits):
+                next_key = row_of_visit(j, ranges, True, BLOCK_N)
+                announce(words, keys, visit + 1, next_key, j, ranges)
                 send_rows(key, key_end, key_length, next_key, head // GROUP, keys, visit + 1)
                 send_rows(value, key_end, key_length, first_key, head // GROUP, values, visit)
                 first_key = next_key
@@ -199,18 +202,18 @@ def addresses_of(layout: gl.constexpr, start, first, length, num_heads, head, HE
 
 @gluon.jit
 def weigh(
-    s, largest, weight, factor, first_position, first_key, history, IS_EDGE, IS_CAUSAL: gl.constexpr,
-    HAS_TARGETS: gl.constexpr, IS_POINTWISE: gl.constexpr,
+    s, largest, weight, factor, first_position, first_key, may_hide, history, sight, IS_CAUSAL: gl.constexpr,
+    IS_POINTWISE: gl.constexpr,
 ):  # fmt: skip
     """Take a tile's scores into a running softmax: weights, by what earlier ones shrink, largest score, sum of weights.
 
     Pointwise weights need none of the last three. `SiLU(2 h) = h tanh(h) + h` is exactly 0 for a hidden key, whose h is 0.
     """
     layout: gl.constexpr = s.type.layout
-    if IS_EDGE:
+    if may_hide:
         keys = (first_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)))[None, :]
         positions = (first_position + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, layout)))[:, None]
-        seen = sees(positions, keys, history, IS_CAUSAL, HAS_TARGETS)
+        seen = visible(positions, keys, history, sight, IS_CAUSAL)
         s = gl.where(seen, s, 0.0 if IS_POINTWISE else float("-inf"))
     if IS_POINTWISE:
         halves = s * factor
@@ -224,11 +227,10 @@ def weigh(
 
 
 @gluon.jit
-def weigh_group(
-    output, lse, total, num_heads, factor, normalizer, fields, queries, keys, values,
-    WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HAS_TARGETS: gl.constexpr, IS_POINTWISE: gl.constexpr, HEAD_DIM: gl.constexpr,
-):  # fmt: skip
+def weigh_group(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_POINTWISE: gl.constexpr, HEAD_DIM: gl.constexpr):
     """One group of warps: output and log-sum-exp of rows `64 * WHICH ..` of each tile, until one has no queries."""
+    output, lse, total, num_heads, factor, normalizer, sight, room = arguments
+    fields, words, queries, keys, values = room
     dtype: gl.constexpr = output.dtype.element_ty
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -246,10 +248,8 @@ def weigh_group(
         key_length = field_of(fields, 2)
         first_query = field_of(fields, 3)
         head = field_of(fields, 4)
-        history = field_of(fields, 5) if HAS_TARGETS else key_length
-        tiles, whole, near, skipped = key_tiles(
-            first_query, length, key_length, history, IS_CAUSAL, HAS_TARGETS, BLOCK_M, BLOCK_N
-        )
+        history = key_length if sight.num_targets is None else field_of(fields, 5)
+        visits = field_of(fields, 6)
         first_query += GROUP_M * WHICH
         position = first_query + key_length - length
         # Finite, so that rows which see none of a tile's keys have weights of 0 there.
@@ -257,26 +257,25 @@ def weigh_group(
         weight = gl.zeros([GROUP_M], gl.float32, s_row)
 
         await_tile(keys, visit)
+        first_key, may_hide = visited(words, keys, visit)
         s = warpgroup_mma(q, visited_rows(keys, visit).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
         leave_tile(keys, visit)
-        first_key = key_of_tile(tiles - 1, near, skipped, HAS_TARGETS, BLOCK_N)
         p, _, largest, weight = weigh(
-            s, largest, weight, factor, position, first_key, history, tiles > whole, IS_CAUSAL, HAS_TARGETS, IS_POINTWISE
+            s, largest, weight, factor, position, first_key, may_hide, history, sight, IS_CAUSAL, IS_POINTWISE
         )
         p = gl.convert_layout(p.to(dtype), p_layout)
         o = gl.zeros([GROUP_M, WIDTH], gl.float32, o_layout)
         await_tile(values, visit)
-        for j in range(1, tiles):
-            left = tiles - 1 - j
+        for _ in range(1, visits):
             await_tile(keys, visit + 1)
+            first_key, may_hide = visited(words, keys, visit + 1)
             s = warpgroup_mma(q, visited_rows(keys, visit + 1).permute((1, 0)), zero, use_acc=False, is_async=True)
             o = warpgroup_mma(p, visited_rows(values, visit), o, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s,))
             leave_tile(keys, visit + 1)
-            first_key = key_of_tile(left, near, skipped, HAS_TARGETS, BLOCK_N)
             p, correction, largest, weight = weigh(
-                s, largest, weight, factor, position, first_key, history, left >= whole, IS_CAUSAL, HAS_TARGETS, IS_POINTWISE
+                s, largest, weight, factor, position, first_key, may_hide, history, sight, IS_CAUSAL, IS_POINTWISE
             )
             # The assembler moves a wait for products up to the last branch: this one has to stand below the weights.
             await_tile(values, visit + 1)
@@ -312,34 +311,32 @@ def weigh_group(
 @gluon.jit(do_not_specialize=["num_samples", "total", "key_total", "num_heads"])
 def attention_forward_hopper_kernel(
     query, key, value, offsets, key_offsets, num_targets, output, lse, counter, num_samples, total, key_total, num_heads, scale,
-    normalizer, IS_CAUSAL: gl.constexpr, IS_POINTWISE: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    normalizer, window, reach, num_contextual, prefix,
+    IS_CAUSAL: gl.constexpr, IS_POINTWISE: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp, `O = softmax(scale * Q K^T) V`, of all tiles of queries.
 
     Or pointwise, `O = SiLU(scale * Q K^T) V / normalizer`, by a sample's number of keys where that is 0, and nothing in `lse`.
     """
-    HAS_TARGETS: gl.constexpr = num_targets is not None
-    fields = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    fields = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], flat)
+    words = gl.allocate_shared_memory(gl.int32, [STAGES, 1], flat)
     queries = make_ring(query, 1, 2, TILES=2)
     keys = make_ring(key, STAGES, 2)
     values = make_ring(value, STAGES, 2)
     fence_async_shared()
     rows = query, key, value
-    lists = offsets, key_offsets, num_targets, counter
+    lists = offsets, key_offsets, counter
     counts = num_samples, total, key_total, num_heads
-    room = fields, queries, keys, values
+    sight = Sight(window, reach, num_contextual, prefix, num_targets)
+    room = fields, words, queries, keys, values
     factor = scale * (0.5 if IS_POINTWISE else LOG2_E)
+    sums = output, lse, total, num_heads, factor, normalizer, sight, room
     gl.warp_specialize(
         [
-            (weigh_group, (
-                output, lse, total, num_heads, factor, normalizer, fields, queries, keys, values,
-                0, IS_CAUSAL, HAS_TARGETS, IS_POINTWISE, HEAD_DIM,
-            )),
-            (weigh_group, (
-                output, lse, total, num_heads, factor, normalizer, fields, queries, keys, values,
-                1, IS_CAUSAL, HAS_TARGETS, IS_POINTWISE, HEAD_DIM,
-            )),
-            (load_warp, (rows, lists, counts, room, IS_CAUSAL, HAS_TARGETS, GROUP)),
+            (weigh_group, (sums, 0, IS_CAUSAL, IS_POINTWISE, HEAD_DIM)),
+            (weigh_group, (sums, 1, IS_CAUSAL, IS_POINTWISE, HEAD_DIM)),
+            (load_warp, (rows, lists, counts, sight, room, IS_CAUSAL, GROUP)),
         ],
         [4, 1], [240, 24],
     )  # fmt: skip
@@ -359,9 +356,14 @@ def forward(x: Inputs, o: Options) -> Outputs:
         ragged_descriptor(x.q, GROUP_M.value), ragged_descriptor(x.k, BLOCK_N.value), ragged_descriptor(x.v, BLOCK_N.value),
         x.q_offsets, x.q_offsets if x.k_offsets is None else x.k_offsets, x.num_targets, output, lse,
         torch.zeros(1, dtype=torch.int32, device=x.q.device), num_samples, total, x.k.shape[0], heads, o.scale, o.normalizer,
-        IS_CAUSAL=o.causal, IS_POINTWISE=o.pointwise, GROUP=heads // x.k.shape[1], HEAD_DIM=head_dim, num_warps=4,
+        *sight_of(o), IS_CAUSAL=o.causal, IS_POINTWISE=o.pointwise, GROUP=heads // x.k.shape[1], HEAD_DIM=head_dim, num_warps=4,
     )  # fmt: skip
     return Outputs(output, lse)
+
+
+def sight_of(o: Options) -> tuple[int | None, ...]:
+    """Return window, reach, contextual rows and prefix as the kernels have them: None for what is not there."""
+    return o.window or None, None if o.reach == o.window else o.reach, o.num_contextual or None, (o.window and o.prefix) or None
 
 
 def programs_for(rows: Tensor, num_samples: int) -> tuple[int]:

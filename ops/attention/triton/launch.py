@@ -196,7 +196,7 @@ def _configuration(x: Inputs, o: Options, *rows: Tensor, allows_tma: bool = True
     """Return tiles; those that read `rows` by descriptors only where these can be read so, which costs to ask."""
     total, _, head_dim = x.q.shape
     call = head_dim, x.q.dtype, total, x.q_offsets.shape[0] - 1
-    others = {"kind": _kind(x, o), "value_dim": x.v.shape[2]}
+    others: dict[str, Any] = {"kind": _kind(x, o), "value_dim": x.v.shape[2]}
     chosen = configuration(*call, allows_tma=allows_tma, **others)
     return chosen if not chosen.dq.tma or _allow_tma(*rows) else configuration(*call, allows_tma=False, **others)
 

@@ -55,9 +55,10 @@ def visible(positions, keys, history, sight, IS_CAUSAL: tl.constexpr):
         # Targets all stand right after the history.
         rows = tl.minimum(positions, history)
     if IS_CAUSAL:
-        seen = keys <= rows
+        last = positions
         if sight.num_targets is not None:
-            seen = seen & (keys < history)
+            last = tl.minimum(positions, history - 1)
+        seen = keys <= last
     else:
         seen = keys < history
     if sight.window is not None:
