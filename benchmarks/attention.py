@@ -7,7 +7,8 @@
 
 `table`: five sizes, full and causal. `paper`: time and memory against the maximum length, 2^18 rows with padding, as in Figure 2
 of the Jagged Flash Attention paper. `skew`: lognormal lengths beside equal ones of the same work. `options`: windows, targets,
-grouped heads, cross-attention, wide heads. `biases`: biases with their gradients, dropout, and HSTU's weights.
+grouped heads, cross-attention, wide heads. `biases`: biases with their gradients, dropout, and HSTU's weights. `masks`: what each
+mask and bias costs beside causal attention at three widths, with both kinds of weights, as `benchmarks.attention_masks` says.
 
 All get the same values, each in the layout that suits it, made before anything is timed: padding and packing cost peers nothing.
 Ours is checked against float64 on samples from the shortest to the longest, output and gradients; a peer must agree with ours on
@@ -37,6 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks import attention_masks
 from benchmarks.attention_cases import (
     PEERS,
     Implementation,
@@ -511,8 +513,8 @@ def ours_failed(result: dict[str, Any]) -> list[str]:
         f"{title}, {name}: {row['jagged']['failed']}"
         for title, part in result.items()
         for name, row in part.get("rows", {}).items()
-        if "failed" in row["jagged"]
-    ]
+        if "failed" in row.get("jagged", {})
+    ] + attention_masks.failed(result.get("masks", {"rows": {}}))
 
 
 def save_part(result: dict[str, Any], title: str, part: dict[str, Any]) -> Path:
@@ -523,7 +525,7 @@ def save_part(result: dict[str, Any], title: str, part: dict[str, Any]) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--only", nargs="+", choices=parts(), help="parts to measure; cuda alone")
+    parser.add_argument("--only", nargs="+", choices=(*parts(), "masks"), help="parts to measure; on a CPU masks alone")
     parser.add_argument("--cases", nargs="+", help="cases whose name has one of these; others that the result file has stay")
     parser.add_argument("--quick", action="store_true", help="a few cases of three parts")
     parser.add_argument("--without", nargs="+", default=[], choices=PEERS, help="peers to leave out")
@@ -535,14 +537,20 @@ def main() -> None:
     device = options.device
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("found no NVIDIA GPU; --device cpu measures the PyTorch implementation")
+    if device == "cpu" and options.only:
+        if options.only != ["masks"]:
+            parser.error("--only: got --device cpu, which has one part beside masks; leave it out")
+        attention_masks.run(attention_masks.chosen(device, options.cases), device, attention_masks.time_on_cpu)
+        return
     found = parts() if device == "cuda" else cpu_parts()
+    masks: dict[str, attention_masks.Case] = {}
+    if device == "cuda" and not options.quick and "masks" in (options.only or ["masks"]):
+        masks = attention_masks.chosen(device, options.cases)
     if options.only:
-        if device == "cpu":
-            parser.error("--only: got --device cpu, which has one part; leave it out")
         found = {title: part for title, part in found.items() if title in options.only}
     if options.quick and device == "cuda":
         found = {title: {name: found[title][name] for name in names} for title, names in QUICK.items() if title in found}
-    if options.cases and not (found := some_of(found, options.cases)):
+    if options.cases and not (found := some_of(found, options.cases)) and not masks:
         parser.error(f"--cases: no case has {' or '.join(map(repr, options.cases))} in its name")
     for title, part in found.items():
         left_out = {*options.without}
@@ -558,7 +566,10 @@ def main() -> None:
         torch.set_num_threads(2)
         time_it: Timer = functools.partial(time_on_cpu, seconds=options.seconds)
     else:
-        warm(found)
+        if found:
+            warm(found)
+        if masks:
+            attention_masks.warm(masks)
         elapsed("kernels are compiled")
         time_it = time_on_gpu
     facts = environment(device)
@@ -579,6 +590,12 @@ def main() -> None:
         result[title] = run(title, part, device, time_it, saved, long_timer, former)
         path = save("attention", result)
         elapsed(f"{title}, saved in {path.relative_to(ROOT)}")
+    if masks:
+        former = others.get("masks", {}).get("rows", {}) if some else {}
+        saved = functools.partial(save_part, result, "masks")
+        result["masks"] = attention_masks.run(masks, device, attention_masks.time_on_gpu, saved, former)
+        path = save("attention", result)
+        elapsed(f"masks, saved in {path.relative_to(ROOT)}")
     if failed := ours_failed(result):
         sys.exit("\n".join(["jagged failed:", *failed]))
 

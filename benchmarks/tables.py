@@ -250,7 +250,40 @@ def attention_page(result: dict[str, Any]) -> str:
             blocks += [words, *_attention_times(rows), *under_load(rows, ATTENTION), *_attention_summary(title, result[title])]
             if title in ("table", "paper", "biases") and _on_gpu(facts):
                 blocks += _attention_memory(rows, inputs=title != "table")
+    if "masks" in result:
+        blocks += _masks(result["masks"]["rows"])
     return "\n\n".join(blocks) + "\n"
+
+
+MASKS = (
+    "What masks and biases cost in samples of one length, 4 heads, bfloat16, forward / backward: microseconds of causal "
+    "attention, the others as multiples of it and, in parentheses, of its time of a pair that is seen. Targets are 1 to 20, "
+    "distances 401, buckets of times 32, with times that lie within a day; biases have their gradients:"
+)
+
+
+def _masks(rows: dict[str, Any]) -> list[str]:
+    """A table for each size and kind of weights, a column for each width."""
+    sizes: dict[str, dict[str, dict[int, str]]] = {}
+    for row in rows.values():
+        if "size" in row:
+            of = row["size"]
+            title = f"{of['samples']} samples of {of['rows']:,} rows, {of['kind']}"
+            sizes.setdefault(title, {}).setdefault(of["variant"], {})[of["width"]] = _mask_cell(row)
+    blocks = [MASKS]
+    for title, variants in sizes.items():
+        widths = sorted({width for cells in variants.values() for width in cells})
+        lines = [f"| {title} | {' | '.join(f'width {width}' for width in widths)} |", f"|---|{'---:|' * len(widths)}"]
+        lines += [f"| {name} | {' | '.join(cells.get(width, '') for width in widths)} |" for name, cells in variants.items()]
+        blocks.append("\n".join(lines))
+    return blocks
+
+
+def _mask_cell(row: dict[str, Any]) -> str:
+    if "ratio" not in row:
+        return " / ".join(_us(us) for us in row["us"].values())
+    times, pairs = (" / ".join(f"{ratio:.2f}" for ratio in row.get(key, {}).values()) for key in ("ratio", "per_pair"))
+    return f"{times} ({pairs})" if pairs else times
 
 
 def _on_gpu(facts: dict[str, Any]) -> bool:
@@ -777,21 +810,35 @@ def rows_page(result: dict[str, Any], ways: tuple[str, str], words: str) -> str:
     return "\n\n".join([_machine(result["environment"]), words, "\n".join(lines)]) + "\n"
 
 
-BODIES = {"hstu": "Five blocks of HSTU", "transformer": "Two blocks of a transformer"}
-BODY_WAYS = {"ours": "jagged", "recompute": "jagged, `recompute=True`", "composed": "PyTorch's operations, our attention"}
+BODIES = {
+    "hstu": "Five blocks of HSTU",
+    "dlrm_v4_hstu": "Three blocks of HSTU, as MLPerf Training's `dlrm_v4_hstu` has them",
+    "dlrm_v3": "Five blocks of HSTU, as MLPerf Inference's DLRMv3 has them",
+    "transformer": "Two blocks of a transformer",
+}
+BODY_WAYS = {
+    "ours": "jagged",
+    "recompute": "jagged, `recompute=True`",
+    "composed": "PyTorch's operations, our attention",
+    "padded": "PyTorch's operations on padded rows",
+}
 
 
 def bodies_page(result: dict[str, Any]) -> str:
-    """Markdown of a result file of bodies: times by graph and eager, memory and errors."""
+    """Markdown of a result file of bodies: times by graph and eager, memory and errors, and the times of single requests."""
     blocks = [_machine(result["environment"])]
     for name, words in BODIES.items():
         if name not in result:
             continue
         of, size = result[name], result[name]["size"]
-        targets = f", of which the last 1 to {size['targets']} are targets" if size["targets"] else ""
+        # Results from before there were others have neither.
+        least, fewest = size.get("least", 1), size.get("fewest", 1)
+        counted = f"{size['targets']:,}" if fewest == size["targets"] else f"{fewest} to {size['targets']}"
+        targets = f", of which the last {counted} are targets" if counted != "1" else ", the last of which is a target"
         blocks.append(
             f"{words}, width {size['width']} with {size['heads']} heads, {size['rows']:,} rows in {of['samples']} samples of "
-            f"{'' if size['is_even'] else '1 to '}{size['longest']:,} rows{targets}; milliseconds, burst / sustained:"
+            f"{'' if size['is_even'] else f'{least:,} to '}{size['longest']:,} rows{targets if size['targets'] else ''}; "
+            "milliseconds, burst / sustained:"
         )
         lines = ["| | forward | forward and backward | the same, eager | memory | error | of gradients |"]
         lines.append(f"|---|{'---:|' * 6}")
@@ -804,7 +851,24 @@ def bodies_page(result: dict[str, Any]) -> str:
                 cells += [f"{row[error]:.1e}" for error in ("error", "gradient_error")]
                 lines.append(f"| {title} | {' | '.join(cells)} |")
         blocks.append("\n".join(lines))
+    if "requests" in result:
+        blocks += _requests(result["requests"])
     return "\n\n".join(blocks) + "\n"
+
+
+def _requests(of: dict[str, Any]) -> list[str]:
+    """Percentiles of the time of scoring one request after another."""
+    lengths = of["lengths"]
+    words = (
+        f"DLRMv3's blocks on {of['requests']:,} requests, one after another, each of {of['candidates']:,} candidates behind a "
+        f"history, {lengths['least']:,} to {lengths['most']:,} rows together; milliseconds of the wall clock, from rows on the "
+        "GPU to the end of the last block:"
+    )
+    lines = ["| | median | 99th percentile |", "|---|---:|---:|"]
+    for way, title in BODY_WAYS.items():
+        if way in of:
+            lines.append(f"| {title} | {of[way]['p50'] / 1e3:.2f} | {of[way]['p99'] / 1e3:.2f} |")
+    return [words, "\n".join(lines)]
 
 
 def main() -> None:
