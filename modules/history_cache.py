@@ -146,13 +146,13 @@ class HistoryCache:
         blocks: `HSTUBlock`, `JaggedTransformerBlock` or `JaggedSelfAttention`, run one after the other; best the model's own
             `nn.ModuleList`. What an event becomes may not depend on later ones: refused are blocks that are not causal or have
             contextual rows, and HSTU without a `normalizer`. What stands before them may not depend on later events either:
-            `PositionalEncoding` does, as it counts from the end, which moves with each event; `rotary`, `max_distance` and
-            `num_time_buckets` go by what is between two rows.
+            `PositionalEncoding` does where it counts from the end, which moves with each event, and does not with
+            `from_end=False`; `rotary`, `max_distance` and `num_time_buckets` go by what is between two rows.
         model: the module that makes events' rows and has the blocks; all its weights are watched. One with a `PositionalEncoding`
-            is refused: give an `nn.ModuleList` of the blocks and of the parts that make rows without it. None where rows are made
-            of no weights: then those of the blocks are. A write is seen where PyTorch counts it, and after a step of an optimizer
-            of PyTorch. Not seen are writes through `.data`, steps that are replayed by CUDA graphs, updates in backward passes
-            without a step beside them, and hooks and adapters: call `clear` after them.
+            from the end is refused: give an `nn.ModuleList` of the blocks and of the parts that make rows without it. None where
+            rows are made of no weights: then those of the blocks are. A write is seen where PyTorch counts it, and after a step
+            of an optimizer of PyTorch. Not seen are writes through `.data`, steps that are replayed by CUDA graphs, updates in
+            backward passes without a step beside them, and hooks and adapters: call `clear` after them.
         max_bytes: for keys, values and times on the device.
         page_rows: events of a page, best a multiple of 8. A user has whole pages, so half of one is lost on average.
         dtype: of keys and values; None for that of the blocks' weights. Under autocast it is autocast's.
@@ -163,7 +163,7 @@ class HistoryCache:
 
     Raises:
         ValueError: no block, one that cannot be cached, on the device "meta" or another one than the first; less than a page's
-            bytes; weights of inference mode; a model with a `PositionalEncoding`.
+            bytes; weights of inference mode; a model with a `PositionalEncoding` that counts from the end.
         TypeError: blocks that are none, bytes or rows that are no integers, a dtype that is not a floating one.
 
     Example:
@@ -563,10 +563,11 @@ def _check_positions(modules: Sequence[nn.Module]) -> None:
     """Refuse positions from the end, with which an event changes all rows before it."""
     for module in modules:
         for name, part in module.named_modules():
-            if isinstance(part, PositionalEncoding):
+            if isinstance(part, PositionalEncoding) and part.from_end:
                 raise ValueError(
                     f"model: expected rows that do not depend on later ones, got a PositionalEncoding{name and f', {name!r}'}, "
-                    "which counts from the end; pass an nn.ModuleList of the blocks, and of what makes rows without it"
+                    "which counts from the end; make it with from_end=False, as models do by positions='start', or pass an "
+                    "nn.ModuleList of the blocks, and of what makes rows without it"
                 )
 
 

@@ -68,30 +68,38 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
 
 
 class PositionalEncoding(JaggedModule):
-    """Add a learned vector for each row's place in its sample, counted from the sample's last row.
+    """Add a learned vector for each row's place in its sample, counted from the sample's last row, or from its first.
 
     Counted from the end, the most recent event always has the same position, however long the history; this is what
     left-padded models do. Rows further back than `max_length` share the last vector. Where a sample's last rows are targets, as
     candidates to be ranked are, they all have the first vector, and the history has the others: it is encoded as it is before
     one target, however many there are.
 
+    Counted from the front, what a row becomes does not depend on how many follow it, so that a `HistoryCache` can keep it. Rows
+    from `max_length` on share the last vector, and targets all stand right behind the history.
+
     Args:
         max_length: number of positions.
         embedding_dim: width D of rows.
+        from_end: count from the sample's last row, else from its first.
         device: where parameters live; `"meta"` allocates nothing.
 
     Shape:
         JaggedTensor with values `[sum L, D]` in and out. `num_targets`: how many of each sample's last rows are targets, one
-        number or a tensor `[B]`, int32 or int64; None for no targets.
+        number or a tensor `[B]`, int32 or int64; None for no targets. `behind`: int32 or int64 `[B]`, how many rows of each
+        sample stand before those that are given, as cached ones do; None for none. From the end it makes no difference.
 
     Raises:
-        ValueError: rows of another width, `num_targets` of another shape, or negative.
+        ValueError: rows of another width, `num_targets` or `behind` of another shape, or `num_targets` below 0.
     """
 
-    shown = ("max_length", "embedding_dim")
+    shown = ("max_length", "embedding_dim", "from_end")
 
-    def __init__(self, max_length: int, embedding_dim: int, *, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self, max_length: int, embedding_dim: int, *, from_end: bool = True, device: torch.device | str | None = None
+    ) -> None:
         super().__init__()
+        self.from_end = from_end
         self.max_length = max_length
         self.embedding_dim = embedding_dim
         self.weight = nn.Parameter(torch.empty(max_length, embedding_dim, device=device))
@@ -101,11 +109,15 @@ class PositionalEncoding(JaggedModule):
         """Draw new vectors from a normal distribution of standard deviation 0.02."""
         nn.init.normal_(self.weight, std=0.02)
 
-    def forward(self, x: JaggedTensor, num_targets: int | Tensor | None = None) -> JaggedTensor:
+    def forward(self, x: JaggedTensor, num_targets: int | Tensor | None = None, behind: Tensor | None = None) -> JaggedTensor:
         """Add the positions' vectors."""
-        values = x.values()
+        values, offsets = x.values(), x.offsets()
         check_width("x", values, self.embedding_dim)
-        positions = positions_with_targets(x.offsets(), values.shape[0], num_targets, from_end=True)
+        positions = positions_with_targets(offsets, values.shape[0], num_targets, from_end=self.from_end)
+        if behind is not None:
+            check_samples("behind", behind.shape[0], "x", offsets.shape[0] - 1, "each sample has a number")
+            if not self.from_end:
+                positions = positions + behind.to(positions.device)[sample_of_row(offsets, values.shape[0])]
         positions = positions.clamp(max=self.max_length - 1)
         return with_values(x, add_rows(values, self.weight, positions))
 

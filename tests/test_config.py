@@ -129,6 +129,8 @@ def test_every_option_has_a_description_and_a_default() -> None:
 def test_choices_are_those_of_the_field() -> None:
     assert choices(TrainConfig.model_fields["device"]) == ("auto", "cpu", "cuda")
     assert choices(SASRecOptions.model_fields["embedding_dim"]) == ()
+    assert choices(SASRecOptions.model_fields["num_time_buckets"]) == ()
+    assert choices(SASRecOptions.model_fields["positions"]) == ("end", "start", "none")
 
 
 def test_options_without_effect_are_not_written_down() -> None:

@@ -91,6 +91,9 @@ class SASRecOptions(ModelOptions):
     num_time_buckets: int | None = option(
         None, "buckets of the time between events, two an octave, whose learned numbers attention adds to its scores", ge=1
     )
+    positions: Literal["end", "start"] | None = option(
+        "end", "where places are counted from; with start or none a HistoryCache can keep what events become"
+    )
 
     def contradictions(self) -> Iterator[Problem]:
         """The heads share the width."""
@@ -109,6 +112,9 @@ class HSTUOptions(ModelOptions):
     dropout: float = option(0.5, "dropout probability", ge=0, lt=1)
     num_time_buckets: int | None = option(
         None, "buckets of the time between events, two an octave, whose learned numbers attention adds to its scores", ge=1
+    )
+    positions: Literal["end", "start"] | None = option(
+        "end", "where places are counted from; with start or none a HistoryCache can keep what events become"
     )
 
     def contradictions(self) -> Iterator[Problem]:

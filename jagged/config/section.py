@@ -151,12 +151,20 @@ def kinds(field: FieldInfo) -> set[type]:
     annotation = field.annotation
     if isinstance(annotation, type):
         return {annotation}
-    return {part if isinstance(part, type) else type(part) for part in get_args(annotation) if part is not Ellipsis}
+    parts = [inner for part in get_args(annotation) for inner in (get_args(part) if get_origin(part) is Literal else (part,))]
+    return {part if isinstance(part, type) else type(part) for part in parts if part is not Ellipsis}
 
 
 def choices(field: FieldInfo) -> tuple[str, ...]:
-    """The values that a field can take, where they are a fixed few; else nothing."""
-    return get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    """The values that a field can take, where they are a fixed few, as flags write them; else nothing."""
+    if get_origin(field.annotation) is Literal:
+        return get_args(field.annotation)
+    found: list[str] = []
+    is_few = False
+    for part in get_args(field.annotation):
+        is_few |= get_origin(part) is Literal
+        found += get_args(part) if get_origin(part) is Literal else ["none"] if part is NoneType else []
+    return tuple(found) if is_few else ()
 
 
 def effect(field: FieldInfo) -> str:
@@ -179,7 +187,7 @@ def expected(field: FieldInfo) -> str:
             if hasattr(limit, name)
         ]
         text += f", {' and '.join(limits)}" if limits else ""
-    return text + (", or none" if NoneType in found else "")
+    return text + (", or none" if NoneType in found and not choices(field) else "")
 
 
 def _number(value: float) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from jagged.models.item_sequences import ItemSequenceModel
+from jagged.models.item_sequences import ItemSequenceModel, Positions
 from jagged.models.side_features import ItemFeatures
 from jagged.modules import GroupSparseHead, HSTUBlock
 
@@ -23,11 +23,11 @@ class HSTU(ItemSequenceModel):
         embedding_dim: width D of item embeddings and hidden states.
         num_heads: attention heads; divides `embedding_dim`, unless `head_dim` is given.
         num_layers: blocks.
-        max_seq_len: positions, distances, and what sums are divided by; rows further back share the last position.
+        max_seq_len: positions, distances, and what sums are divided by; rows that are further away share the last position.
         dropout: probability, on the embeddings and inside the blocks.
         head_dim: width of a head; None for `embedding_dim // num_heads`.
         num_time_buckets: of the time between rows, two buckets an octave; None for none.
-        item_features, event_features, output, output_fan_in, output_dense_items, output_groups: as of `SASRec`.
+        positions, item_features, event_features, output, output_fan_in, output_dense_items, output_groups: as of `SASRec`.
         device: where parameters live; `"meta"` allocates nothing.
 
     Attributes:
@@ -65,6 +65,7 @@ class HSTU(ItemSequenceModel):
         dropout: float = 0.2,
         head_dim: int | None = None,
         num_time_buckets: int | None = None,
+        positions: Positions = "end",
         item_features: ItemFeatures | Mapping[str, Any] | None = None,
         event_features: Mapping[str, int] | None = None,
         output: GroupSparseHead | None = None,
@@ -82,6 +83,7 @@ class HSTU(ItemSequenceModel):
             "dropout": dropout,
             "head_dim": head_dim,
             "num_time_buckets": num_time_buckets,
+            "positions": positions,
         }
         super().__init__(
             config,
@@ -96,6 +98,7 @@ class HSTU(ItemSequenceModel):
                 device=device,
             ),
             takes_times=num_time_buckets is not None,
+            positions=positions,
             item_features=item_features,
             event_features=event_features,
             output=output,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,12 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from jagged.data.batches import keyed
 from jagged.models.side_features import EventFeatures, ItemFeatures
 from jagged.models.validation import validate_features
 from jagged.modules import (
     GroupSparseHead,
+    HistoryCache,
     JaggedPooling,
     LayerNorm,
     PositionalEncoding,
@@ -25,6 +27,7 @@ from jagged.modules import (
 )
 
 FEATURE, TIMES = "item_id", "timestamp"
+Positions = Literal["end", "start"] | None
 
 # It looks at values, so it stays a call where TorchRec's pipelines trace the model.
 torch.fx.wrap("validate_features")
@@ -33,7 +36,7 @@ torch.fx.wrap("validate_features")
 class ItemSequenceModel(nn.Module):
     """A model of jagged histories of items, whose hidden states are scored against the item table.
 
-    Items are looked up, side features and places from the end are added, then come the subclass's blocks and a layer norm.
+    Items are looked up, side features and places are added, then come the subclass's blocks and a layer norm.
 
     Args:
         config: the subclass's arguments, as plain values; `num_items`, `embedding_dim`, `num_layers`, `max_seq_len` and `dropout`
@@ -42,7 +45,8 @@ class ItemSequenceModel(nn.Module):
             buckets.
         takes_times: whether features have the times of their rows, too.
         num_rows: rows of the item table; None for `num_items`.
-        num_positions: places from the end that have a vector of their own; None for `max_seq_len`.
+        num_positions: places that have a vector of their own; None for `max_seq_len`.
+        positions: as of `SASRec`.
         item_features, event_features, output, output_fan_in, output_dense_items, output_groups: as of `SASRec`.
         device: where parameters live; `"meta"` allocates nothing.
 
@@ -61,6 +65,7 @@ class ItemSequenceModel(nn.Module):
         takes_times: bool = False,
         num_rows: int | None = None,
         num_positions: int | None = None,
+        positions: Positions = "end",
         item_features: ItemFeatures | Mapping[str, Any] | None = None,
         event_features: Mapping[str, int] | None = None,
         output: GroupSparseHead | None = None,
@@ -98,8 +103,13 @@ class ItemSequenceModel(nn.Module):
         if self.event_features:
             self.event_embeddings = EventFeatures(width, self.event_features, device=device)
             self.config |= {"event_features": self.event_features}
-        self.positions = PositionalEncoding(
-            config["max_seq_len"] if num_positions is None else num_positions, width, device=device
+        if positions not in (*get_args(get_args(Positions)[0]), None):
+            raise ValueError(
+                f"positions: got {positions!r}, expected 'end' or 'start', where places are counted from, or None for none"
+            )
+        places = config["max_seq_len"] if num_positions is None else num_positions
+        self.positions = (
+            None if positions is None else PositionalEncoding(places, width, from_end=positions == "end", device=device)
         )
         self.embedding_dropout = nn.Dropout(config["dropout"])
         self.blocks = nn.ModuleList(make_block() for _ in range(config["num_layers"]))
@@ -171,14 +181,31 @@ class ItemSequenceModel(nn.Module):
         """
         return self(features), targets
 
-    def _encoded(self, features: KeyedJaggedTensor) -> JaggedTensor:
+    def event_rows(
+        self, features: KeyedJaggedTensor, *, num_targets: int | Tensor | None = None, behind: Tensor | None = None
+    ) -> JaggedTensor:
+        """Return the rows `[sum L, D]` that blocks read: what is looked up, with side features and places.
+
+        Args:
+            features: as of `forward`.
+            num_targets: how many of each sample's last rows are candidates, which all stand right behind the history, one number
+                or `[B]`; None for none.
+            behind: `[B]`, how many rows of each sample stand before these, as those that a `HistoryCache` has; None for none.
+        """
         x = self.item_embeddings(features)[FEATURE]
         if self.item_features is not None:
             x = with_values(x, x.values() + self.item_features(features[FEATURE].values()).to(x.values().dtype))
         if self.event_embeddings is not None:
             x = with_values(x, x.values() + self.event_embeddings(features).to(x.values().dtype))
-        x = self.positions(x)
-        x = with_values(x, self.embedding_dropout(x.values()))
+        if self.positions is not None:
+            x = self.positions(x, num_targets, behind)
+        else:
+            # A lookup is float32 whatever the model's dtype, which places would have brought.
+            x = with_values(x, x.values().to(torch.promote_types(x.values().dtype, self.norm.weight.dtype)))
+        return with_values(x, self.embedding_dropout(x.values()))
+
+    def _encoded(self, features: KeyedJaggedTensor) -> JaggedTensor:
+        x = self.event_rows(features)
         times = features[TIMES].values() if self.takes_times else None
         for block in self.blocks:
             x = block(x, times=times)
@@ -189,10 +216,47 @@ class ItemSequenceModel(nn.Module):
 
         With an output layer a 1 stands behind it, which its biases are multiplied by, and a 0 for an empty sample.
         """
-        hidden = cast(Tensor, self.last(self(features)))
+        return self._final(self(features))
+
+    @torch.no_grad()
+    def final_hidden_cached(self, features: KeyedJaggedTensor, users: Sequence[Hashable] | Tensor, cache: HistoryCache) -> Tensor:
+        """Return what `final_hidden` does in evaluation; of each history only what `cache` does not know is computed.
+
+        The last event of each history is computed in any case. What is new is cached.
+
+        Args:
+            features: as of `final_hidden`: whole histories, best on the CPU, where they are compared.
+            users: one for each sample, each once, as of `HistoryCache.match`.
+            cache: `HistoryCache(model.blocks, model=model, max_bytes=...)` of this model, which has `positions` "start" or None.
+
+        Raises:
+            ValueError: a cache of another model; a model in training; users that do not fit; what `final_hidden` refuses.
+        """
+        if cache.model is not self or cache.blocks != [*self.blocks]:
+            raise ValueError("cache: got one of another model, expected HistoryCache(model.blocks, model=model, max_bytes=...)")
+        times = TIMES if self.takes_times else None
+        validate_features(features, FEATURE, self.config["num_items"], False, times, self.event_features)
+        keys = (FEATURE, *([TIMES] if self.takes_times else []), *self.event_features)
+        history = features[FEATURE]
+        events = torch.stack([features[key].values() for key in keys], 1).to(torch.int64)
+        batch = cache.match(users, JaggedTensor(events, offsets=history.offsets()), least_new=1)
+        device = self.norm.weight.device
+        rows = events.index_select(0, batch.rows.to(events.device)).to(device)
+        lengths = batch.offsets.diff().repeat(len(keys))
+        offsets = nn.functional.pad(lengths.cumsum(0), (1, 0))
+        new = keyed(rows.T.flatten(), lengths.to(device), offsets.to(device), keys)
+        encoded, _ = cache.encode(
+            batch,
+            self.event_rows(new, behind=batch.known.to(device)).values(),
+            times=new[TIMES].values() if self.takes_times else None,
+        )
+        return self._final(with_values(new[FEATURE], self.norm(encoded)))
+
+    def _final(self, states: JaggedTensor) -> Tensor:
+        hidden = cast(Tensor, self.last(states))
         if self.output is None:
             return hidden
-        has_rows = features[FEATURE].lengths() > 0
+        has_rows = states.lengths() > 0
         return torch.cat([hidden, has_rows.to(hidden.dtype)[:, None]], 1)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from jagged.models.item_sequences import ItemSequenceModel
+from jagged.models.item_sequences import ItemSequenceModel, Positions
 from jagged.models.side_features import ItemFeatures
 from jagged.modules import GroupSparseHead, JaggedTransformerBlock
 
@@ -22,10 +22,13 @@ class SASRec(ItemSequenceModel):
         embedding_dim: width D of item embeddings and hidden states.
         num_heads: attention heads; divides `embedding_dim`.
         num_layers: transformer blocks.
-        max_seq_len: positions; rows further back than that share the last one.
+        max_seq_len: positions; rows that are further away share the last one.
         dropout: probability, on the embeddings and inside the blocks.
         num_time_buckets: add to the scores of attention a learned number for each head and bucket of the time between rows, two
             buckets an octave (`jagged.ops.jagged_attention`: `time_bias`); None for none.
+        positions: `"end"` counts places from the last event, which has the same one however long the history; `"start"` from the
+            first, so that what an event becomes does not depend on later ones, and a `HistoryCache` can keep it; None adds no
+            vector of places.
         item_features: side features of the items, added to what is looked up: made by `ItemFeatures.of`, or the `config` of such
             whose weights are to be loaded; None for none. Scores stay products with the item table alone.
         event_features: side features of events, as what a user did to the item, by name with the rows of their tables: 2 and one
@@ -64,6 +67,7 @@ class SASRec(ItemSequenceModel):
         max_seq_len: int = 50,
         dropout: float = 0.2,
         num_time_buckets: int | None = None,
+        positions: Positions = "end",
         item_features: ItemFeatures | Mapping[str, Any] | None = None,
         event_features: Mapping[str, int] | None = None,
         output: GroupSparseHead | None = None,
@@ -80,6 +84,7 @@ class SASRec(ItemSequenceModel):
             "max_seq_len": max_seq_len,
             "dropout": dropout,
             "num_time_buckets": num_time_buckets,
+            "positions": positions,
         }
         super().__init__(
             config,
@@ -87,6 +92,7 @@ class SASRec(ItemSequenceModel):
                 embedding_dim, num_heads, dropout=dropout, num_time_buckets=num_time_buckets, device=device
             ),
             takes_times=num_time_buckets is not None,
+            positions=positions,
             item_features=item_features,
             event_features=event_features,
             output=output,

@@ -133,6 +133,9 @@ CASES = {
     "hstu of root mean squares": on_rows(lambda: HSTUBlock(DIM, 2, norm="rms", window=2, global_prefix=1)),
     "layer norm": Case(lambda: LayerNorm(DIM, autocast_output=True), lambda module, x: module(x.rows.values())),
     "positions": Case(lambda: PositionalEncoding(4, DIM), lambda module, x: module(x.rows, num_targets=1).values()),
+    "positions from the front": Case(
+        lambda: PositionalEncoding(4, DIM, from_end=False), lambda module, x: module(x.rows, num_targets=1).values()
+    ),
     "mlp": Case(
         lambda: JaggedMLP(DIM, [6, 3], context_features=DIM, dropout=0.2),
         lambda module, x: module(x.rows, x.targets[:, 0]).values(),

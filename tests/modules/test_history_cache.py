@@ -569,8 +569,9 @@ def test_positions_from_the_end_are_refused(place: Place) -> None:
     model = Rows(blocks_of("hstu"))
     model.before = nn.Sequential(nn.Identity(), PositionalEncoding(8, DIM, device=place.device))
     says = (
-        "model: expected rows that do not depend on later ones, got a PositionalEncoding{}, which counts from the end; pass an "
-        "nn.ModuleList of the blocks, and of what makes rows without it"
+        "model: expected rows that do not depend on later ones, got a PositionalEncoding{}, which counts from the end; make it "
+        "with from_end=False, as models do by positions='start', or pass an nn.ModuleList of the blocks, and of what makes rows "
+        "without it"
     )
     with raises(ValueError, says.format(", 'before.1'")):
         HistoryCache(model.blocks, model=model, max_bytes=10**6)
@@ -578,6 +579,8 @@ def test_positions_from_the_end_are_refused(place: Place) -> None:
         HistoryCache(model.blocks, model=model.before[1], max_bytes=10**6)
     cache = HistoryCache(model.blocks, model=nn.ModuleList([model.items, model.blocks]), max_bytes=10**6)
     assert check(cache, model, ["a"], [[1, 2]], [[3]]) == [0]
+    model.before = PositionalEncoding(8, DIM, from_end=False, device=place.device)
+    HistoryCache(model.blocks, model=model, max_bytes=10**6)
 
 
 def test_refusals(place: Place) -> None:

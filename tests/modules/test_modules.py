@@ -66,6 +66,29 @@ def test_positions_count_from_the_last_row(place: Place, batch: Jagged, max_leng
     torch.testing.assert_close(ours, wanted, rtol=0, atol=0)
 
 
+@given(jagged_batches(), st.integers(1, 9), st.integers(0, 3), st.data())
+def test_positions_count_from_the_first_row(
+    place: Place, batch: Jagged, max_length: int, targets: int, data: st.DataObject
+) -> None:
+    """Behind rows that stand before them, and with targets that all stand behind the history."""
+    encoding = PositionalEncoding(max_length, 4, from_end=False).to(place.device)
+    values = random_tensor((batch.total, 4), torch.float32, 0)
+    before = [data.draw(st.integers(0, 9)) for _ in batch.lengths]
+    for counts, behind in ((before, torch.tensor(before, dtype=torch.int64, device=place.device)), ([0] * len(before), None)):
+        places = [count + min(i, max(n - targets, 0)) for n, count in zip(batch.lengths, counts, strict=True) for i in range(n)]
+        rows = torch.tensor(places, dtype=torch.int64, device=place.device).clamp(max=max_length - 1)
+        found = encoding(jagged(values, batch), targets, behind).values()
+        torch.testing.assert_close(found, values + encoding.weight[rows], rtol=0, atol=0)
+    # From the end it makes no difference.
+    from_end = PositionalEncoding(max_length, 4).to(place.device)
+    behind = torch.tensor(before, dtype=torch.int64, device=place.device)
+    assert torch.equal(
+        from_end(jagged(values, batch), targets, behind).values(), from_end(jagged(values, batch), targets).values()
+    )
+    with pytest.raises(ValueError, match=r"^behind: "):
+        encoding(jagged(values, batch), None, torch.zeros(batch.batch_size + 1, dtype=torch.int64, device=place.device))
+
+
 def test_positions_take_rows_of_their_width(place: Place) -> None:
     encoding, batch = PositionalEncoding(3, 4).to(place.device), jagged_of((2, 3))
     message = "x: expected values [sum L, D] with D = 4, got [5, 1]; the module's width is set where it is built"
@@ -107,7 +130,7 @@ def test_parts_share_lengths_and_offsets(place: Place) -> None:
     [
         (lambda device: JaggedSelfAttention(DIM, HEADS, causal=False, device=device), "num_heads=3, causal=False"),
         (lambda device: JaggedTransformerBlock(DIM, HEADS, hidden_dim=30, device=device), "out_features=30"),
-        (lambda device: PositionalEncoding(7, DIM, device=device), "max_length=7, embedding_dim=12"),
+        (lambda device: PositionalEncoding(7, DIM, device=device), "max_length=7, embedding_dim=12, from_end=True"),
         (lambda device: CutCrossEntropyHead(ignore_index=-1), "ignore_index=-1, label_smoothing=0.0"),
     ],
 )
