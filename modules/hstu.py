@@ -14,7 +14,7 @@ from jagged.modules.history_cache import CachedKeys, CachedShape
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import check_width, with_values
 from jagged.modules.layer_norm import LayerNorm
-from jagged.modules.linear import apply_layer, are_plain
+from jagged.modules.linear import apply_layer, are_plain, normalised
 from jagged.modules.recompute import computed_again
 from jagged.ops import Window, hstu_output, hstu_projection, jagged_hstu_attention
 
@@ -182,7 +182,11 @@ class HSTUBlock(JaggedModule):
         values = x.values()
         check_width("x", values, self.uvqk_projection.in_features)
         check_times(times, self.time_bias)
-        u, v, q, k = self._projected(_normalised(self.input_norm, values))
+        if self.norm == "rms":
+            normal = _normalised(self.input_norm, values)
+        else:
+            normal, values = normalised(self.input_norm, values)
+        u, v, q, k = self._projected(normal)
         k_offsets = k_times = None
         if cached is not None:
             k, v, k_offsets, k_times = cached.extended(k, v)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from jagged.modules.jagged_module import JaggedModule
-from jagged.ops import layer_norm
+from jagged.ops import layer_norm, layer_norm_and_residual
 
 
 class LayerNorm(JaggedModule, nn.LayerNorm):
@@ -57,6 +60,15 @@ class LayerNorm(JaggedModule, nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise each row."""
+        normal: Tensor = self._call(layer_norm, x)
+        return normal
+
+    def with_residual(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise each row, and return the rows, too, for what is added to them (`jagged.ops.layer_norm_and_residual`)."""
+        found: tuple[Tensor, Tensor] = self._call(layer_norm_and_residual, x)
+        return found
+
+    def _call(self, function: Callable[..., Any], x: Tensor) -> Any:
         if not isinstance(x, Tensor):
             raise TypeError(f"x: expected a tensor [..., {self.normalized_shape[0]}], got {type(x).__name__}; give its values()")
         dtype, kind, exact = x.dtype, x.device.type, torch.promote_types(x.dtype, self.weight.dtype)
@@ -68,4 +80,4 @@ class LayerNorm(JaggedModule, nn.LayerNorm):
         bias: Tensor = self.bias
         if weight.dtype != x.dtype:
             weight, bias = weight.to(exact), bias.to(exact)
-        return layer_norm(x, weight, bias, self.eps, dtype=dtype)
+        return function(x, weight, bias, self.eps, dtype=dtype)

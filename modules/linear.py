@@ -23,6 +23,13 @@ def apply_layer(layer: nn.Module, x: Tensor) -> Tensor:
     return linear(x, layer.weight, layer.bias)
 
 
+def normalised(norm: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `norm(rows)`, and the rows, to which what is made of it is added: a `LayerNorm` adds up the gradients of both."""
+    if isinstance(norm, LayerNorm) and are_plain(rows, norm):
+        return norm.with_residual(rows)
+    return cast(Tensor, norm(rows)), rows
+
+
 def are_plain(x: Tensor, *parts: nn.Module) -> bool:
     """Return whether a kernel may compute in place of modules of PyTorch's, from their parameters.
 

@@ -13,7 +13,7 @@ from jagged.modules.history_cache import CachedKeys, CachedShape
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import with_values
 from jagged.modules.layer_norm import LayerNorm
-from jagged.modules.linear import Layers
+from jagged.modules.linear import Layers, normalised
 from jagged.modules.recompute import computed_again
 from jagged.ops import Window
 
@@ -113,7 +113,8 @@ class JaggedTransformerBlock(JaggedModule):
         """Attend, then transform each row."""
         values = x.values()
         if self.norm == "pre":
-            attended = self.attention(with_values(x, self.attention_norm(values)), num_targets, times, cached)
+            normal, values = normalised(self.attention_norm, values)
+            attended = self.attention(with_values(x, normal), num_targets, times, cached)
             values = values + self.dropout(attended.values())
             values = self._transformed(values)
         else:
@@ -130,5 +131,6 @@ class JaggedTransformerBlock(JaggedModule):
 
     def _feed_forward(self, values: Tensor) -> Tensor:
         if self.norm == "pre":
-            return values + cast(Tensor, self.dropout(self.feed_forward(self.feed_forward_norm(values))))
+            normal, values = normalised(self.feed_forward_norm, values)
+            return values + cast(Tensor, self.dropout(self.feed_forward(normal)))
         return cast(Tensor, self.feed_forward_norm(values + self.dropout(self.feed_forward(values))))

@@ -65,7 +65,7 @@ from jagged.ops.group_sparse import (
 from jagged.ops.grouped_linear import grouped_linear, mix_groups
 from jagged.ops.host_rows import SeatedRows, claim_rows, exchange_rows, seat_rows
 from jagged.ops.hstu import hstu_output, hstu_projection
-from jagged.ops.layer_norm import layer_norm
+from jagged.ops.layer_norm import layer_norm, layer_norm_and_residual
 from jagged.ops.linear import linear
 from jagged.ops.linear_bce import linear_bce
 from jagged.ops.sampled_cross_entropy import (
@@ -139,6 +139,7 @@ __all__ = [
     "jagged_truncate",
     "jagged_unique",
     "layer_norm",
+    "layer_norm_and_residual",
     "linear",
     "linear_bce",
     "linear_cross_entropy",
@@ -191,6 +192,7 @@ for _name in (
     "jagged_truncate",
     "jagged_unique",
     "layer_norm",
+    "layer_norm_and_residual",
     "linear",
     "linear_bce",
     "linear_cross_entropy",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from jagged.ops._shared.eager import is_eager
 from jagged.ops._shared.validation import FLOATS, check_device, check_factors, check_number, check_tensor, holds
 from jagged.ops.hstu import torch_impl
 from jagged.ops.hstu.spec import OUTPUT, PROJECTION, Inputs, Options, OutputInputs, OutputOptions
@@ -63,7 +63,9 @@ def hstu_projection(
         projected = torch.nn.functional.silu(torch.nn.functional.linear(x, weight, bias))
         u, v, q, k = projected.unflatten(1, (4, num_heads, -1)).unbind(1)
         return u, v, q, k
-    found = PROJECTION(Inputs(x, weight, bias), Options(num_heads, recompute), backend)
+    # Where nobody will ask for gradients nothing is kept for them.
+    is_kept = not recompute and torch.is_grad_enabled() and any(of.requires_grad for of in (x, weight, bias))
+    found = PROJECTION(Inputs(x, weight, bias), Options(num_heads, not is_kept), backend)
     return found.u, found.v, found.q, found.k
 
 
@@ -182,8 +184,4 @@ def _check_width(name: str, tensor: Tensor, dim: int, width: int, why: str) -> N
 
 def _is_fused(x: Tensor) -> bool:
     """Whether the kernels serve an eager call on a GPU; a compiler fuses by itself, and modes and tracers know PyTorch's."""
-    if not x.is_cuda or x.dtype == torch.float64:
-        return False
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
-        return False
-    return forward_ad._current_level < 0 and torch._C._functorch.peek_interpreter_stack() is None
+    return x.is_cuda and x.dtype != torch.float64 and is_eager()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from jagged.ops._shared.eager import is_eager
 from jagged.ops._shared.validation import FLOATS, check_device, check_number, check_tensor, holds
-from jagged.ops.layer_norm.spec import LAYER_NORM, WIDEST, Inputs, Options
+from jagged.ops.layer_norm.spec import LAYER_NORM, LAYER_NORM_GRADIENTS, WIDEST, Epsilon, Inputs, Options, Slopes
 
 
 def layer_norm(
@@ -67,10 +70,84 @@ def layer_norm(
     if dtype is not None and dtype not in of_rows:
         raise TypeError(f"dtype: got {dtype} for rows in {x.dtype}, expected {' or '.join(map(str, of_rows))}")
     given = dtype or x.dtype
-    if backend is None and not (x.is_cuda and x.dtype != torch.float64 and rows.shape[1] <= WIDEST):
+    if backend is None and not _has_kernel(x):
         # What every program knows, with derivatives of every kind.
         exact = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), given)
         wide = x.to(exact), rows.shape[1:], weight.to(exact), bias.to(exact)
         return torch.nn.functional.layer_norm(*wide, eps).to(given)
     output = LAYER_NORM(Inputs(rows, weight, bias), Options(eps, given), backend).output
     return output if x.dim() == 2 else output.view(x.shape)
+
+
+def layer_norm_and_residual(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float = 1e-5,
+    *,
+    dtype: torch.dtype | None = None,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Normalise rows as `layer_norm` does, and return the rows, too, to which what is made of the normalised ones is added.
+
+    A residual block reads its rows twice. Its two gradients of them are added up here where that of the norm is computed, which
+    spares reading and writing all rows once more. Programs that are traced, transformed, compiled or exported, and rows whose
+    `layer_norm` is PyTorch's, have an addition of PyTorch's there.
+
+    Args:
+        x: rows, as all others as of `layer_norm`.
+        weight: as there.
+        bias: as there.
+        eps: as there.
+        dtype: of the normalised rows, as there.
+        backend: as there.
+
+    Returns:
+        normalised rows, and x. Gradients of x, weight and bias, of every order.
+
+    Raises:
+        ValueError: as `layer_norm`.
+        TypeError: as `layer_norm`.
+
+    Example:
+        >>> import torch
+        >>> from jagged.ops.layer_norm import layer_norm_and_residual
+        >>> normal, rows = layer_norm_and_residual(torch.randn(5, 8), torch.ones(8), torch.zeros(8))
+        >>> (rows + normal.relu()).shape
+        torch.Size([5, 8])
+    """
+    is_asked = isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
+    if not (is_asked and is_eager() and (backend is not None or _has_kernel(x))):
+        return layer_norm(x, weight, bias, eps, dtype=dtype, backend=backend), x
+    with torch.no_grad():
+        normal = layer_norm(x, weight, bias, eps, dtype=dtype, backend=backend)
+    found: tuple[Tensor, Tensor] = _WithResidual.apply(x, weight, bias, normal, eps, backend)
+    return found
+
+
+def _has_kernel(x: Tensor) -> bool:
+    """Whether rows are normalised by the kernels where nobody says by which backend."""
+    return x.is_cuda and x.dtype != torch.float64 and x.dim() > 0 and x.shape[-1] <= WIDEST
+
+
+class _WithResidual(torch.autograd.Function):
+    """Hands on what has been normalised, and the rows; adds up the gradients of both."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, normal: Tensor, eps: float, backend: str | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, weight)
+        ctx.set_materialize_grads(False)
+        ctx.eps, ctx.backend = eps, backend
+        return normal, x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad, residual = grads
+        x, weight = ctx.saved_tensors
+        if grad is None:
+            return residual, None, None, None, None, None
+        rows = [None if of is None else of.flatten(0, -2) if of.dim() > 1 else of[None] for of in (grad, x, residual)]
+        found = LAYER_NORM_GRADIENTS(Slopes(rows[0], rows[1], weight, rows[2]), Epsilon(ctx.eps), ctx.backend)  # type: ignore[arg-type]
+        return found.of_x.view(x.shape), found.of_weight, found.of_bias, None, None, None

@@ -45,10 +45,10 @@ def layer_norm_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "rows_of_part"])
 def layer_norm_gradients_kernel(
-    grad, x, weight, of_x, parts, num_rows, rows_of_part, grad_row_stride, row_stride, eps, WIDTH: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    grad, x, weight, residual, of_x, parts, num_rows, rows_of_part, grad_row_stride, row_stride, residual_row_stride, eps,
+    WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """of_x = (s - mean(s) - z mean(s z)) / sqrt(variance + eps), with s = grad * weight and z the normalised row.
+    """of_x = residual + (s - mean(s) - z mean(s z)) / sqrt(variance + eps), with s = grad * weight and z the normalised row.
 
     parts[p] has the sums of grad * z and of grad over a part of the rows, in float32.
     """
@@ -70,6 +70,8 @@ def layer_norm_gradients_kernel(
         scaled = slopes * factor
         along = (tl.sum(scaled * normal, 1) / WIDTH)[:, None]
         result = (scaled - (tl.sum(scaled, 1) / WIDTH)[:, None] - normal * along) * inverse[:, None]
+        if residual is not None:
+            result += tl.load(residual + row * residual_row_stride + column[None, :], mask=exists, other=0.0).to(tl.float32)
         tl.store(of_x + row * WIDTH + column[None, :], result.to(of_x.dtype.element_ty), mask=exists)
     parts += tl.program_id(0).to(tl.int64) * (2 * WIDTH) + column
     tl.store(parts, tl.sum(of_weight, 0), mask=column_exists)
@@ -108,11 +110,13 @@ def gradients(x: Slopes, o: Epsilon) -> Found:
     if chosen is None or not num_rows:
         return torch_impl.gradients(x, o)
     grad, rows, of_x = _adjacent(x.grad), _adjacent(x.x), x.x.new_empty(x.x.shape)
+    residual = None if x.residual is None else _adjacent(x.residual)
     num_parts, rows_of_part = split(num_rows, chosen[0], 1, PROGRAMS, rows.device)
     parts = rows.new_empty(num_parts, 2, width, dtype=torch.float32)
     _launch_gradients(
         (num_parts,),
-        grad, rows, x.weight.contiguous(), of_x, parts, num_rows, rows_of_part, grad.stride(0), rows.stride(0), o.eps,
+        grad, rows, x.weight.contiguous(), residual, of_x, parts, num_rows, rows_of_part, grad.stride(0), rows.stride(0),
+        0 if residual is None else residual.stride(0), o.eps,
         WIDTH=width, BLOCK_N=chosen[0], BLOCK_D=chosen[1], num_warps=NUM_WARPS_BACKWARD,
     )  # fmt: skip
     # Of an operator no two outputs may share memory.

@@ -39,11 +39,12 @@ class Outputs(NamedTuple):
 
 
 class Slopes(NamedTuple):
-    """The gradient of the output `[N, D]`, in its dtype, and what it was made of."""
+    """The gradient of the output `[N, D]`, in its dtype, what it was made of, and a gradient of the rows to add to theirs."""
 
     grad: Differentiable
     x: Differentiable
     weight: Differentiable
+    residual: Differentiable | None = None
 
 
 class Epsilon(NamedTuple):
@@ -69,9 +70,10 @@ def _of_gradients(grads: Found, x: Slopes, out: Found, o: Epsilon, wanted: Wante
     from jagged.ops.layer_norm.torch_impl import gradients_of
 
     # A derivative of these is rare, so PyTorch makes it.
-    values, pull = torch.func.vjp(partial(gradients_of, eps=o.eps), *x)  # type: ignore[misc]
+    primals = [of for of in x if of is not None]
+    values, pull = torch.func.vjp(partial(gradients_of, eps=o.eps), *primals)  # type: ignore[misc]
     given = tuple(torch.zeros_like(of) if grad is None else grad for grad, of in zip(grads, values, strict=True))
-    return {name: of for name, of in zip(Slopes._fields, pull(given), strict=True) if name in wanted}
+    return {name: of for name, of in zip(Slopes._fields[: len(primals)], pull(given), strict=True) if name in wanted}
 
 
 _TORCH, _TRITON = "jagged.ops.layer_norm.torch_impl", "jagged.ops.layer_norm.kernels"
@@ -96,5 +98,5 @@ LAYER_NORM_GRADIENTS: Operator[Slopes, Epsilon, Found] = operator(
     torch=f"{_TORCH}:gradients",
     triton=f"{_TRITON}:gradients",
     gradient=_of_gradients,
-    saved=("grad", "x", "weight"),
+    saved=Slopes._fields,
 )

@@ -26,10 +26,13 @@ def gradients(x: Slopes, o: Epsilon) -> Found:
     found = torch.ops.aten.native_layer_norm_backward(
         x.grad.to(exact), rows, shape, mean, spread, weight, weight, [True, True, True]
     )
-    return Found(found[0].to(x.x.dtype), found[1].to(x.weight.dtype), found[2].to(x.weight.dtype))
+    of_x = found[0] if x.residual is None else found[0] + x.residual
+    return Found(of_x.to(x.x.dtype), found[1].to(x.weight.dtype), found[2].to(x.weight.dtype))
 
 
-def gradients_of(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def gradients_of(
+    grad: Tensor, x: Tensor, weight: Tensor, residual: Tensor | None = None, *, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """Make the same of operations that PyTorch differentiates."""
     exact = torch.promote_types(x.dtype, torch.float32)
     grad, rows, wide = grad.to(exact), x.to(exact), weight.to(exact)
@@ -37,4 +40,6 @@ def gradients_of(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[T
     inverse = (centred.square().mean(1, keepdim=True) + eps).rsqrt()
     normal, scaled = centred * inverse, grad * wide
     of_rows = (scaled - scaled.mean(1, keepdim=True) - normal * (scaled * normal).mean(1, keepdim=True)) * inverse
+    if residual is not None:
+        of_rows = of_rows + residual
     return of_rows.to(x.dtype), (grad * normal).sum(0).to(weight.dtype), grad.sum(0).to(weight.dtype)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jagged.ops.layer_norm import layer_norm, torch_impl
+from jagged.ops.layer_norm import layer_norm, layer_norm_and_residual, torch_impl
 from tests.graphs import captured
 from tests.oracle import check_three_way
 from tests.places import ONE_ORDER, PLACE, Place
@@ -185,7 +185,8 @@ def test_opcheck(place: Place) -> None:
     rows, vector = random_tensor((5, 8), torch.float32, 0), random_tensor((8,), torch.float32, 1)
     for name, arguments in (
         ("layer_norm", (rows, vector, vector, 1e-5, torch.bfloat16)),
-        ("layer_norm_gradients", (rows + 1, rows, vector, 1e-5)),
+        ("layer_norm_gradients", (rows + 1, rows, vector, None, 1e-5)),
+        ("layer_norm_gradients", (rows + 1, rows, vector, rows - 1, 1e-5)),
     ):
         torch.library.opcheck(getattr(torch.ops.jagged, name).default, (*arguments, place.backend))
 
@@ -252,3 +253,64 @@ def test_what_is_refused(given_: tuple[Any, ...], options: dict[str, Any], kind:
     with pytest.raises(kind) as refused:
         layer_norm(*tensors, **options)
     assert str(refused.value) == message
+
+
+@given(
+    st.sampled_from([0, 1, 70, 700]), st.sampled_from([3, 64, 100, 1030]), float_dtypes(), seeds(), st.booleans(),
+    st.sampled_from([("normal", "rows"), ("normal",), ("rows",)]),
+)  # fmt: skip
+def test_rows_that_are_read_twice(
+    place: Place, rows: int, width: int, dtype: torch.dtype, seed: int, strided: bool, used: tuple[str, ...]
+) -> None:
+    """The gradient of the rows is that of the norm and that of what they are added to, of either alone, too."""
+    shapes = [(min(rows, 5) if width > 1000 else rows, width), (width,), (width,), (width,)]
+    inputs = [random_tensor(shape, dtype, seed + at, strided=strided) for at, shape in enumerate(shapes)]
+
+    def added(normal: Tensor, x: Tensor, factor: Tensor) -> Tensor:
+        # Each has a gradient of its own.
+        return sum({"normal": normal * factor, "rows": x * x}[name] for name in used)  # type: ignore[return-value]
+
+    def ours(x: Tensor, weight: Tensor, bias: Tensor, factor: Tensor) -> Tensor:
+        return added(*layer_norm_and_residual(x, weight, bias, backend=place.backend), factor)
+
+    def expected(x: Tensor, weight: Tensor, bias: Tensor, factor: Tensor) -> Tensor:
+        return added(reference(x, weight, bias), x, factor)
+
+    if used == ("rows",):
+        # Nothing of the norm is read, whose parameters have no gradients.
+        weight, *others = inputs[1:]
+        check_three_way(lambda x: ours(x, *(of.to(x.dtype) for of in (weight, *others))), lambda x: x * x, inputs[:1])
+    else:
+        check_three_way(ours, expected, inputs)
+
+
+def test_rows_that_are_read_twice_have_one_gradient(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is computed once, and is the same with PyTorch's addition; second derivatives too."""
+    x, weight, bias = (random_tensor(shape, torch.float64, seed) for seed, shape in enumerate(((2, 3, 5), (5,), (5,))))
+    leaves = [of.requires_grad_() for of in (x, weight, bias)]
+
+    def second(both: tuple[Tensor, Tensor]) -> list[Tensor]:
+        normal, rows = both
+        first = torch.autograd.grad((rows * normal.square()).sum(), leaves, create_graph=True)
+        return [*first, *torch.autograd.grad(sum(of.square().sum() for of in first), leaves)]  # type: ignore[arg-type]
+
+    found = second(layer_norm_and_residual(*leaves, backend="torch"))
+    torch.testing.assert_close(found, second((torch.nn.functional.layer_norm(x, (5,), weight, bias), x)))
+    normal, rows = layer_norm_and_residual(*leaves, backend="torch")
+    assert normal.grad_fn is rows.grad_fn
+    with torch.no_grad():
+        assert layer_norm_and_residual(*leaves, backend="torch")[1] is x
+
+
+def test_rows_that_are_read_twice_are_compiled_and_transformed(place: Place) -> None:
+    x, weight, bias = (random_tensor(shape, torch.float32, seed) for seed, shape in enumerate(((7, 5), (5,), (5,))))
+
+    def loss(x: Tensor) -> Tensor:
+        normal, rows = layer_norm_and_residual(x, weight, bias)
+        return (rows * normal.square()).sum()
+
+    expected = torch.func.grad(lambda x: (x * torch.nn.functional.layer_norm(x, (5,), weight, bias).square()).sum())(x)
+    torch.testing.assert_close(torch.func.grad(loss)(x), expected)
+    torch.testing.assert_close(torch.autograd.grad(loss(x.requires_grad_()), x)[0], expected)
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(compiled(x), x)[0], expected)
