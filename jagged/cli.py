@@ -512,8 +512,9 @@ def export(
     /,
     *,
     k: Annotated[int | None, Parameter(help="of a run on events: items for each user, 10 by default")] = None,
+    device: Annotated[str, Parameter(help="where the package scores: cpu, cuda, or auto for the GPU where there is one")] = "cpu",
 ) -> None:
-    """Make of a run a package that scores requests, or finds users' best items, on a CPU without jagged.
+    """Make of a run a package that scores requests, or finds users' best items, on a CPU or a GPU without jagged.
 
     Examples:
         jagged export runs/clicks clicks-scores
@@ -525,7 +526,7 @@ def export(
     _prepare()
     from jagged.runs.exporting import export as run
 
-    package = run(directory, output, k=k)
+    package = run(directory, output, k=k, device=device)
     with _printing():
         print(package)
 

@@ -8,12 +8,15 @@ import operator
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.fx.experimental import _config
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.torch_version import TorchVersion
 
 from jagged.ops._shared.operator import OPERATORS
 
@@ -48,6 +51,37 @@ _BODIES = {
     "to_dense": "conversion.torch_impl:to_dense",
     "to_jagged": "conversion.decomposed:to_jagged",
 }
+# Those of operators whose kernels a package for a GPU takes over.
+_KERNELS = {"attention": "attention.packaged:forward"}
+# PyTorch 2.11 compiles `x[1:]` only where it knows that `x` has fewer rows than the largest integer.
+_BOUNDS_SIZES = TorchVersion(torch.__version__) < "2.12"
+_takes_kernels: ContextVar[bool] = ContextVar("takes_kernels", default=False)
+
+
+@contextmanager
+def with_kernels() -> Iterator[None]:
+    """Let programs on a GPU that are taken apart meanwhile launch kernels of jagged, where PyTorch's operators are much slower.
+
+    AOTInductor, called meanwhile too, writes these kernels into a package that runs without jagged. Such a program is not saved
+    otherwise: it knows its kernels by their places in this process.
+
+    Example:
+        >>> from jagged.ops.decompositions import with_kernels
+        >>> with with_kernels():
+        ...     pass  # torch._inductor.aoti_compile_and_package(decomposed(program), package_path="scores.pt2")
+    """
+    from torch._inductor import config
+
+    from jagged.ops._shared.packaged import whole_sources
+
+    token = _takes_kernels.set(True)
+    try:
+        # Else Inductor tries its kernels on any numbers, among which are indexes and offsets of what is not there; so it runs the
+        # whole program on the example, which writes into tensors where there are no gradients.
+        with whole_sources(), config.patch({"triton.autotune_at_compile_time": False}), torch.no_grad():
+            yield
+    finally:
+        _takes_kernels.reset(token)
 
 
 def decomposed(program: ExportedProgram) -> ExportedProgram:
@@ -59,14 +93,16 @@ def decomposed(program: ExportedProgram) -> ExportedProgram:
     libraries' operators stay.
 
     Args:
-        program: of `torch.export.export`, on the CPU, of a model in eval mode under `torch.no_grad()`; it stays as it is.
+        program: of `torch.export.export`, on the CPU or a GPU, of a model in eval mode under `torch.no_grad()`; it stays as it
+            is.
 
     Returns:
         Another program with the same inputs, outputs and weights, which it shares.
 
     Raises:
-        ValueError: tensors on another device; an operator that cannot be taken apart: those of losses, of gradients and updates,
-            of sparse outputs, tables of 8 bits, or one storage of several tables; dropout; or sizes that would be fixed.
+        ValueError: tensors on a device of another kind; an operator that cannot be taken apart: those of losses, of gradients
+            and updates, of sparse outputs, tables of 8 bits, or one storage of several tables; dropout; or sizes that would be
+            fixed.
 
     Example:
         >>> import torch
@@ -84,8 +120,8 @@ def decomposed(program: ExportedProgram) -> ExportedProgram:
     from jagged.ops.embedding_bag import decomposed as bags
 
     devices = {node.meta["val"].device.type for node in program.graph.nodes if isinstance(node.meta.get("val"), Tensor)}
-    if others := devices - {"cpu"}:
-        raise ValueError(f"program: got tensors on {min(others)}, expected the CPU; export the model from there")
+    if others := devices - {"cpu", "cuda"}:
+        raise ValueError(f"program: got tensors on {min(others)}, expected the CPU or a GPU; export the model from there")
     free = _free_sizes(program)
     with _with_numbers(program):
         # By the operators themselves: those of other libraries are known by name, and need not be there.
@@ -156,10 +192,15 @@ def _constants(program: ExportedProgram) -> dict[Node, Tensor]:
 
 def _run(name: str, *flat: Any) -> Any:
     """Call the body of an operator with the dispatcher's arguments."""
-    module, _, function = _BODIES[name].partition(":")
     rules = OPERATORS[name].rules
     values = [tuple(value) if isinstance(value, list) else value for value in flat]
     x, o = rules.inputs(*values[: rules.num_inputs]), rules.options(*values[rules.num_inputs : -1])
+    for size in (size for value in flat if isinstance(value, Tensor) for size in value.shape if _BOUNDS_SIZES):
+        if isinstance(size, torch.SymInt) and not free_unbacked_symbols(size):
+            torch._check(size < 2**31)
+    is_on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in flat)
+    bodies = _BODIES | _KERNELS if is_on_gpu and _takes_kernels.get() else _BODIES
+    module, _, function = bodies[name].partition(":")
     results = getattr(importlib.import_module(f"jagged.ops.{module}"), function)(x, o)
     if rules.gives_many:
         return list(results[0])

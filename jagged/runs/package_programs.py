@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-#: By file name.
-PROGRAMS = {
+# By file name, for the CPU; and what is else for a GPU, of each line that is.
+_PROGRAMS = {
     "score.py": '''"""Score the batch of example.pt; needs torch alone. What each input is stands in manifest.json."""
 
 from pathlib import Path
@@ -40,3 +40,20 @@ int main(int count, char** words) {
 }
 """,
 }
+_FOR_GPU = {
+    'for name, found in score(**torch.load(here / "example.pt")).items():': (
+        'example = {name: of.cuda() for name, of in torch.load(here / "example.pt").items()}\n'
+        "    for name, found in score(**example).items():"
+    ),
+    "-ltorch -ltorch_cpu": "-Wl,--no-as-needed -ltorch -ltorch_cpu -ltorch_cuda",
+    "entry.value().toTensor()": "entry.value().toTensor().to(at::kCUDA)",
+    "found.flatten()": "found.flatten().cpu()",
+}
+
+
+def programs_for(device: str) -> dict[str, str]:
+    """The programs by file name, for a package on "cpu" or "cuda"."""
+    programs = dict(_PROGRAMS)
+    for line, other in _FOR_GPU.items() if device == "cuda" else ():
+        programs = {name: text.replace(line, other) for name, text in programs.items()}
+    return programs

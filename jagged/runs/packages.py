@@ -32,7 +32,8 @@ class Package:
         content: what its manifest says.
 
     Raises:
-        ConfigError: it is none, holds something else, or was made of other weights or by another PyTorch.
+        ConfigError: it is none, holds something else, was made of other weights or by another PyTorch, or is for a GPU that is
+            not there.
         ArtifactError: a file of it is damaged.
     """
 
@@ -51,13 +52,36 @@ class Package:
                 f"package: {directory} was made by PyTorch {self.content['torch']}, expected {torch.__version__}, which is here; "
                 "make it again by `jagged export`"
             )
+        _check_gpu(directory, self.content)
         self._score = torch._inductor.aoti_load_package(str(directory / PROGRAM))  # type: ignore[no-untyped-call]
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the program gives."""
+        """What the program gives, where the tensors are; it reads them where the package scores."""
+        device = next(iter(tensors.values())).device
         with torch.no_grad():
-            found: dict[str, Tensor] = self._score(**tensors)
-        return found
+            found: dict[str, Tensor] = self._score(**{name: of.to(self.content["device"]) for name, of in tensors.items()})
+        return {name: of.to(device) for name, of in found.items()}
+
+
+def capability() -> str:
+    """The compute capability of the GPU at hand, as "9.0"."""
+    return ".".join(map(str, torch.cuda.get_device_capability()))
+
+
+def _check_gpu(directory: Path, content: Mapping[str, Any]) -> None:
+    if content["device"] == "cpu":
+        return
+    made_for = content["compute_capability"]
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"package: {directory} is for a GPU of compute capability {made_for}, but torch sees none; run `jagged doctor`, or "
+            "make one for the CPU by `jagged export`"
+        )
+    if (here := capability()) != made_for:
+        raise ConfigError(
+            f"package: {directory} is for GPUs of compute capability {made_for}, got one of {here}; make it again by `jagged "
+            "export` on such a GPU"
+        )
 
 
 def weights_of(run: str | os.PathLike[str]) -> str:

@@ -7,7 +7,10 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,12 +19,15 @@ import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torch._inductor.cpp_builder import get_cpp_compiler
+from torch._inductor.exc import InductorError
 
 import jagged
 from jagged import Ranker, artifacts, cli
 from jagged.config import ConfigError, RankingConfig
 from jagged.models import scoring_tensors
 from jagged.runs import exporting
+from jagged.runs.packages import Package, weights_of
 from jagged.runs.ranking import RankingRun, packing
 from jagged.training import CheckpointError
 from tests.places import PLACE
@@ -78,9 +84,12 @@ def test_a_run_is_exported(
     assert not end.value.code
     told = capsys.readouterr()
     assert told.out == f"{package}\n"
-    assert told.err.splitlines()[-2:] == [
+    manifest = artifacts.verify(package).content
+    took = manifest["milliseconds"]
+    assert told.err.splitlines()[-3:] == [
         "compiling ranking for the CPU, which takes a minute or more",
         "comparing its scores with the model's",
+        f"100 requests take {took['package']['p50']} ms in the package and {took['model']['p50']} ms in the model",
     ]
     opened = RankingRun.open(run, device="cpu")
     part = opened.part("valid")
@@ -89,8 +98,8 @@ def test_a_run_is_exported(
     for task, logits in opened.model.logits(batch).items():
         torch.testing.assert_close(torch.tensor(found[task]), logits.detach(), rtol=0, atol=2e-4)
     assert scored_by_cpp(package, tmp_path) == pytest.approx([value for values in found.values() for value in values], abs=1e-4)
-    # What lies there is whole, and says what it is.
-    manifest = artifacts.verify(package).content
+    # What lies there says what it is.
+    assert "compute_capability" not in manifest
     assert {name: manifest[name] for name in ("kind", "model", "device", "tasks")} == {
         "kind": "scores", "model": "ranking", "device": "cpu", "tasks": {"click": "logit", "buy": "logit"}
     }  # fmt: skip
@@ -114,7 +123,6 @@ def test_a_run_is_exported(
     assert (manifest["max_history"], manifest["times"]) == (opened.config.data.max_history, opened.opened.split["time_kind"])
     assert [one["requests"] for one in manifest["compared"]] == [1, 7, 100, 3]
     assert all(one["difference"] < 1e-4 for one in manifest["compared"])
-    took = manifest["milliseconds"]
     assert took["requests"] == 100
     assert all(0 < took[what]["p50"] <= took[what]["p99"] and took[what]["calls"] > 1 for what in ("package", "model"))
     # Ids become rows by files that pyarrow reads.
@@ -168,7 +176,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     def of_everything(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:
         return {task: torch.full((len(tensors["candidate_numbers"]),), 0.5) for task in ("click", "buy")}
 
-    monkeypatch.setattr(exporting, "write_package", lambda program, path: path.write_bytes(b""))
+    monkeypatch.setattr(exporting, "write_package", lambda program, path: zipfile.ZipFile(path, "w").close())
     monkeypatch.setattr(packing, "export_scores", lambda model, batch: None)
     monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: of_everything)
 
@@ -213,6 +221,116 @@ def test_without_a_compiler_nothing_is_read(run: Path, tmp_path: Path) -> None:
 
 
 @COMPILED
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere compilers have one C++ library")
+def test_a_compiler_that_puts_its_library_into_programs_is_refused(tmp_path: Path) -> None:
+    """A package of one was loaded, and ended the process in a segmentation fault."""
+    (tmp_path / "program.cpp").write_text("#include <iostream>\nvoid say() { std::cout << 1; }\n")
+    compiler = get_cpp_compiler()
+    message = (
+        f"export: {compiler} put the C++ library into the package, which ends the process that loads it; expected a compiler "
+        "that links the shared one, libstdc++.so; name one in CXX"
+    )
+    is_refused = pytest.raises(ConfigError, match=f"^{re.escape(message)}$")
+    cases: list[tuple[list[str], AbstractContextManager[Any]]] = [(["-static-libstdc++"], is_refused), ([], nullcontext())]
+    for options, refused in cases:
+        command = [compiler, "-shared", "-fPIC", *options, "program.cpp", "-o", "program.so"]
+        subprocess.run(command, cwd=tmp_path, check=True)
+        with zipfile.ZipFile(tmp_path / "scores.pt2", "w") as archive:
+            archive.write(tmp_path / "program.so", "data/program.wrapper.so")
+        with refused:
+            exporting._check_runtime(tmp_path / "scores.pt2")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that nothing runs on."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+
+
+def test_devices_that_are_not_there_are_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for device, message in (
+        ("cuda", "device: got 'cuda', but torch sees no GPU; run `jagged doctor`, or use device=cpu"),
+        ("tpu", "device: got 'tpu', expected 'auto', 'cpu' or 'cuda'"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+            jagged.export(run, tmp_path / "scores", device=device)
+
+
+@COMPILED
+@pytest.mark.usefixtures("gpu")
+def test_without_what_a_gpu_needs_nothing_is_read(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.utils import cpp_extension
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(cpp_extension, "include_paths", lambda device: [str(tmp_path)])
+    message = (
+        "export: found no headers of CUDA (cuda.h), expected its toolkit's for a package on a GPU; install it, and name its "
+        "folder in CUDA_HOME, or use device=cpu"
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        jagged.export(run, tmp_path / "scores", device="cuda")
+    # With headers it is asked for no more.
+    (tmp_path / "cuda.h").write_text("")
+    exporting._check_compiler(torch.device("cuda"))
+    monkeypatch.setattr(exporting.importlib.util, "find_spec", lambda name: None)
+    message = "export: found no Triton, expected it for a package on a GPU; install it, or use device=cpu"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        jagged.export(run, tmp_path / "scores", device="cuda")
+    exporting._check_compiler(torch.device("cpu"))
+
+
+def written(directory: Path, run: Path, **content: Any) -> Path:
+    """A package of a run, without a program."""
+    directory.mkdir()
+    (directory / "scores.pt2").write_bytes(b"")
+    content = {"kind": "scores", "weights": weights_of(run), "torch": torch.__version__, **content}
+    artifacts.write_manifest(directory, ["scores.pt2"], content)
+    return directory
+
+
+def test_packages_for_other_gpus_are_refused(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    package = written(tmp_path / "package", run, device="cuda", compute_capability="8.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    message = (
+        f"package: {package} is for a GPU of compute capability 8.0, but torch sees none; run `jagged doctor`, or make one for "
+        "the CPU by `jagged export`"
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        Package(package, run, "scores")
+    request.getfixturevalue("gpu")
+    message = (
+        f"package: {package} is for GPUs of compute capability 8.0, got one of 9.0; make it again by `jagged export` on such "
+        "a GPU"
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        Package(package, run, "scores")
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_package_reads_tensors_where_it_scores(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And gives what it finds where they were."""
+    devices: list[str] = []
+
+    def score(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:
+        devices.extend(of.device.type for of in tensors.values())
+        return {name: of.new_ones(2) for name, of in tensors.items()}
+
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: score)
+    package = Package(written(tmp_path / "package", run, device="cuda", compute_capability="9.0"), run, "scores")
+    # A device that is here stands for the GPU.
+    package.content = {**package.content, "device": "meta"}
+    with pytest.raises(NotImplementedError, match=r"^Cannot copy out of meta tensor"):
+        package({"ids": torch.ones(3)})
+    assert devices == ["meta"]
+    package.content = {**package.content, "device": "cpu"}
+    assert package({"ids": torch.ones(3)})["ids"].tolist() == [1, 1]
+
+
+@COMPILED
 def test_what_the_compiler_says_is_told(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = tmp_path / "compiler"
     compiler.write_text(
@@ -232,6 +350,27 @@ def test_what_the_compiler_says_is_told(run: Path, tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "scores").exists()
 
 
+@pytest.mark.parametrize(
+    ("device", "cure"),
+    [
+        ("cpu", "install another compiler with OpenMP, and name it in CXX"),
+        ("cuda", "make a package for the CPU by device=cpu"),
+    ],
+)
+def test_what_inductor_says_is_told(device: str, cure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a GPU no other C++ compiler is the cure."""
+
+    def refuse(program: Any, path: Any) -> None:
+        raise InductorError(RuntimeError("no kernel"), None)
+
+    packed = SimpleNamespace(program=lambda batch: None, batch=lambda count: None)
+    monkeypatch.setattr(exporting, "write_package", refuse)
+    monkeypatch.setattr(exporting, "moved", lambda batch, device: batch)
+    message = f"export: the package could not be compiled: 'RuntimeError: no kernel'; {cure}"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        exporting._compile("run", packed, tmp_path / "scores.pt2", torch.device(device))  # type: ignore[arg-type]
+
+
 def test_what_cannot_be_taken_apart_is_told(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(program: Any, path: Any) -> None:
         raise ValueError("program: got jagged::other, expected none")
@@ -245,7 +384,8 @@ def test_what_cannot_be_taken_apart_is_told(run: Path, tmp_path: Path, monkeypat
 
 
 def test_a_name_that_cannot_be_is_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uncompiled: None) -> None:
-    monkeypatch.setattr(exporting, "_compared", lambda packed, package: {})
+    took = {"requests": 1, "package": {"p50": 1.0}, "model": {"p50": 2.0}}
+    monkeypatch.setattr(exporting, "_compared", lambda packed, package, device: {"milliseconds": took})
     output = tmp_path / ("a" * 300)
     with pytest.raises(artifacts.ArtifactError) as refused:
         jagged.export(run, output, progress=False)
