@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import jagged
-from jagged.config import ConfigError, TrainConfig
+from jagged.config import ConfigError, TrainConfig, load_config
 from jagged.data import BatchLoader, SequenceDataset, split_leave_one_out, synthetic_sessions
 from jagged.models import NextItemTask, build
 from jagged.models.pretrained import from_pretrained
@@ -146,3 +146,13 @@ def test_options_out_of_range_are_refused() -> None:
         assert str(refused.value) == (
             f"training.stochastic_length: got {alpha}, expected a number, above 0 and at most 2, or none"
         )
+
+
+@pytest.mark.parametrize("name", ["dlrm-hstu", "ranking", "din"])
+def test_models_of_requests_refuse_it(name: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, {"model.name": name, "training.stochastic_length": ALPHA})
+    assert str(refused.value) == (
+        "training.stochastic_length: belongs to model.name sasrec, hstu or bert4rec, not to ranking, dlrm, dcnv2, wukong, mmoe, "
+        "dlrm-hstu or din"
+    )
