@@ -550,7 +550,8 @@ def update_steps() -> Iterator[Step]:
 def kernels(*, for_hopper: bool = False) -> dict[str, ModuleType]:
     """Return the name of every Triton kernel that `jagged.ops` launches, and its module.
 
-    Those for Hopper alone, which are not written in Triton's own language, have tests of their own, `test_*_hopper*.py`.
+    Those for Hopper alone, which are not written in Triton's own language, have tests of their own, `test_*_hopper*.py`, and so have
+    those that packages alone launch, `test_packaged.py`.
     """
     modules = [importlib.import_module(name) for _, name, _ in pkgutil.walk_packages(jagged.ops.__path__, "jagged.ops.")]
     return {
@@ -558,6 +559,8 @@ def kernels(*, for_hopper: bool = False) -> dict[str, ModuleType]:
         for module in modules
         for name, kernel in vars(module).items()
         # An interpreted kernel has its module where the function that it wraps has it.
-        if name.endswith("_kernel") and getattr(kernel, "fn", kernel).__module__ == module.__name__
+        if name.endswith("_kernel")
+        and not name.startswith("packaged_")
+        and getattr(kernel, "fn", kernel).__module__ == module.__name__
         if for_hopper or not any(part.startswith("hopper") for part in module.__name__.split("."))
     }
