@@ -550,8 +550,8 @@ def update_steps() -> Iterator[Step]:
 def kernels(*, for_hopper: bool = False) -> dict[str, ModuleType]:
     """Return the name of every Triton kernel that `jagged.ops` launches, and its module.
 
-    Those for Hopper alone, which are not written in Triton's own language, have tests of their own, `test_*_hopper*.py`, and so have
-    those that packages alone launch, `test_packaged.py`.
+    Those for Hopper alone, which are not written in Triton's own language, have tests of their own, `test_*_hopper*.py`, and so
+    have those that packages alone launch, `test_packaged.py`.
     """
     modules = [importlib.import_module(name) for _, name, _ in pkgutil.walk_packages(jagged.ops.__path__, "jagged.ops.")]
     return {
