@@ -426,7 +426,7 @@ def test_a_model_that_no_memory_holds_is_named(dataset: SequenceDataset, tmp_pat
         run(tmp_path, dataset, embedding_dim=size)
     assert str(caught.value) == (
         f"model: does not fit into memory with num_items={num_items}, embedding_dim={size}, num_heads=2, num_layers=1, "
-        "dropout=0.2, max_seq_len=12; make it smaller"
+        "dropout=0.2, positions=end, max_seq_len=12; make it smaller"
     )
 
 
