@@ -56,7 +56,7 @@ MASKS: tuple[dict[str, Any], ...] = (
 
 
 @st.composite
-def masks(draw: st.DrawFn, batch: Jagged) -> dict[str, Any]:
+def seen_options(draw: st.DrawFn, batch: Jagged) -> dict[str, Any]:
     """Return options of what queries see, that agree with each other."""
     options: dict[str, Any] = {"causal": draw(st.booleans())}
     sides = st.tuples(st.integers(0, 300), st.none() | st.integers(0, 300))
@@ -111,7 +111,7 @@ class TestOnHopper:
         others = st.lists(st.integers(0, 700), min_size=batch.batch_size, max_size=batch.batch_size).filter(any).map(tuple)
         keys = data.draw(st.none() | others.map(lambda lengths: jagged_of(lengths, torch.int32)))
         case = Case(batch, keys, data.draw(st.integers(1, 3)), 1, head_dim, dtype, data.draw(seeds()), {})
-        options = data.draw(masks(batch)) | {
+        options = data.draw(seen_options(batch)) | {
             "return_lse": data.draw(st.booleans()),
             "scale": data.draw(st.sampled_from([None, 2 / head_dim**0.5, -(head_dim**-0.5)])),
         }
@@ -167,7 +167,7 @@ class TestOnHopper:
     def test_pointwise_three_way(self, place: Place, head_dim: int, dtype: torch.dtype, data: st.DataObject) -> None:
         batch = long_enough(data.draw(st.lists(st.integers(0, 400), max_size=5).map(tuple)), torch.int32)
         case = Case(batch, None, data.draw(st.integers(1, 3)), 1, head_dim, dtype, data.draw(seeds()), {})
-        options = data.draw(masks(batch)) | {
+        options = data.draw(seen_options(batch)) | {
             "scale": data.draw(st.sampled_from([None, 2 / head_dim**0.5, -(head_dim**-0.5)])),
             "normalizer": data.draw(st.sampled_from([None, 0.5, 100.0])),
         }
