@@ -50,7 +50,19 @@ from benchmarks.attention_cases import (
     ours_with_padding,
 )
 from benchmarks.attention_reference import reference, rows_of, some_samples
-from benchmarks.common import ROOT, environment, event_us, lasting, other_parts, replay_us, save, seconds_of, some_of, spread
+from benchmarks.common import (
+    ROOT,
+    environment,
+    event_us,
+    lasting,
+    other_parts,
+    replay_us,
+    save,
+    seconds_of,
+    some_of,
+    spread,
+    try_once,
+)
 from benchmarks.tables import PAPER_CLAIMS
 
 # The issue's milliseconds, forward and backward, of full attention.
@@ -385,17 +397,14 @@ def warm(found: dict[str, Part]) -> None:
 
 def warm_case(name: str, size: Size) -> None:
     """Run an implementation once, forward and backward."""
-    try:
+
+    def run() -> None:
         w = Workload(size, "cuda")
         implementation = ours(w) if name == "jagged" else PEERS[name](w)
         implementation.forward()
         implementation.backward()()
-        torch.cuda.synchronize()
-    except Exception:  # What fails is found and named when it is measured.
-        return
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()
+
+    try_once(run)
 
 
 def summary(title: str, part: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,6 @@ over all samples, with those where no other sample has a gradient of its output.
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import statistics
@@ -28,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from benchmarks.attention_cases import time_buckets
-from benchmarks.common import replay_us, seconds_of, spread
+from benchmarks.common import replay_us, seconds_of, spread, try_once
 from jagged.ops import jagged_attention, jagged_hstu_attention
 
 HEADS = 4
@@ -326,16 +325,13 @@ def warm(found: dict[str, Case]) -> None:
 
 def warm_case(case: Case) -> None:
     """Run a case once, forward and backward."""
-    try:
+
+    def run() -> None:
         w = Workload(case, "cuda")
         w.forward()
         w.both()
-        torch.cuda.synchronize()
-    except Exception:  # What fails is found and named when it is measured.
-        return
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()
+
+    try_once(run)
 
 
 def time_on_gpu(call: Callable[[], Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import platform
 import statistics
@@ -141,6 +142,18 @@ def eager_us(call: Callable[[], Any], calls: int = 100) -> dict[str, float]:
     ended = time.perf_counter()
     single = statistics.median(seconds_of(call)[0] for _ in range(20))
     return {"mean": (ended - start) / calls * 1e6, "host": (returned - start) / calls * 1e6, "synchronised": single * 1e6}
+
+
+def try_once(run: Callable[[], Any]) -> None:
+    """Compile what a run needs by running it on the GPU, and leave no memory taken. What fails is named when it is measured."""
+    try:
+        run()
+        torch.cuda.synchronize()
+    except Exception:  # Not here: another process measures.
+        return
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def replay_us(

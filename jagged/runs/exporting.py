@@ -244,18 +244,18 @@ def _compile(directory: str | os.PathLike[str], packed: Packed, package: Path, d
 
 def _check_runtime(package: Path) -> None:
     """Refuse a program with a C++ library of its own beside PyTorch's: both change what is one, which ends the process."""
-    with zipfile.ZipFile(package) as archive:
-        for name in archive.namelist():
-            if sys.platform != "linux" or not name.endswith(".so"):
-                continue
-            program = archive.read(name)
-            if not any(library in program for library in (b"libstdc++.so", b"libc++.so")):
-                from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.cpp_builder import get_cpp_compiler
 
-                raise ConfigError(
-                    f"export: {get_cpp_compiler()} put the C++ library into the package, which ends the process that loads it; "
-                    "expected a compiler that links the shared one, libstdc++.so; name one in CXX"
-                )
+    if sys.platform != "linux":
+        return
+    with zipfile.ZipFile(package) as archive:
+        programs = [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
+    if all(b"libstdc++.so" in program or b"libc++.so" in program for program in programs):
+        return
+    raise ConfigError(
+        f"export: {get_cpp_compiler()} put the C++ library into the package, which ends the process that loads it; expected a "
+        "compiler that links the shared one, libstdc++.so; name one in CXX"
+    )
 
 
 def _described(packed: Packed, example: Mapping[str, Tensor], device: torch.device) -> dict[str, Any]:

@@ -17,7 +17,8 @@ from jagged.ops.attention import decomposed
 from jagged.ops.attention.kernels import packaged_biases_kernel, packaged_forward_kernel
 from jagged.ops.attention.spec import Inputs, Options, Outputs
 from jagged.ops.attention.triton.biases import FLOAT_BUCKETS, PADDING, SPAN
-from jagged.ops.attention.triton.configurations import Kind, configuration, padded_width
+from jagged.ops.attention.triton.configurations import configuration, padded_width
+from jagged.ops.attention.triton.launch import kind_of, sight_of, sizes_of_biases
 
 _BIASES = ("relative_bias", "time_bias", "q_times", "k_times", "bias")
 # Numbers of rows and of samples by which tiles are chosen: a program is compiled once for all batches, and those for long samples
@@ -39,18 +40,17 @@ def forward(x: Inputs, o: Options) -> Outputs:
     num_samples = x.q_offsets.shape[0] - 1
     output = x.q.new_empty(total, heads, value_width)
     lse = x.q.new_empty((0,) if o.pointwise else (heads, total), dtype=torch.float32)
-    chosen = configuration(width, x.q.dtype, _ROWS, _SAMPLES, allows_tma=False, kind=_kind(x, o), value_dim=value_width)
+    chosen = configuration(width, x.q.dtype, _ROWS, _SAMPLES, allows_tma=False, kind=kind_of(x, o), value_dim=value_width)
     tiles = chosen.forward
     written = launched(
         packaged_forward_kernel, (total // tiles.own + num_samples, heads),
         {"output": output} if o.pointwise else {"output": output, "lse": lse}, **({"lse": None} if o.pointwise else {}),
         query=x.q, key=x.k, value=x.v, offsets=x.q_offsets, key_offsets=x.k_offsets, num_targets=x.num_targets,
         num_samples=num_samples, total=total, key_total=key_total, scale=o.scale,
-        window=o.window or None, reach=None if o.reach == o.window else o.reach, num_contextual=o.num_contextual or None,
-        prefix=(o.window and o.prefix) or None, cap_factor=o.scale / o.softcap if o.softcap else None,
+        **sight_of(o), cap_factor=o.scale / o.softcap if o.softcap else None,
         query_row_stride=heads * width, query_head_stride=width, key_row_stride=key_heads * width, key_head_stride=width,
         value_row_stride=key_heads * value_width, value_head_stride=value_width, output_row_stride=heads * value_width,
-        **_biases(x, o.scale), normalizer=o.normalizer,
+        **_prepared(x, o.scale), **sizes_of_biases(x), normalizer=o.normalizer,
         IS_CAUSAL=o.causal, GROUP=heads // key_heads, APART=chosen.apart, HEAD_DIM=width, VALUE_DIM=value_width,
         BLOCK_M=tiles.own, BLOCK_N=tiles.visit, BLOCK_D=padded_width(width), BLOCK_DV=padded_width(value_width),
         INPUT_PRECISION=products_of(x.q.dtype), num_warps=tiles.num_warps, num_stages=tiles.num_stages,
@@ -61,36 +61,6 @@ def forward(x: Inputs, o: Options) -> Outputs:
 def _copied(x: Tensor | None) -> Tensor | None:
     """Return a copy, whose strides are known: which ones a view has is the compiler's to choose."""
     return None if x is None else x.clone(memory_format=torch.contiguous_format)
-
-
-def _kind(x: Inputs, o: Options) -> Kind:
-    match x.relative_bias is not None, x.time_bias is not None, x.bias is not None:
-        case False, False, False:
-            return "pointwise" if o.pointwise else "plain"
-        case True, False, False:
-            return "distances"
-        case False, True, False:
-            return "times"
-    return "biased"
-
-
-def _biases(x: Inputs, scale: float) -> dict[str, Any]:
-    """Return the arguments of the kernel that tell of biases; a jagged one `[H, P]` is one row of `P` pairs for each head."""
-    dense = None if x.bias is None else x.bias if x.bias.dim() == 4 else x.bias[None, :, None]
-    strides = (0, 0, 0, 0)
-    if dense is not None:
-        _, heads, rows, keys = dense.shape
-        strides = (heads * rows * keys, rows * keys, keys, 1)
-    return {
-        **_prepared(x, scale),
-        "max_distance": 0 if x.relative_bias is None else x.relative_bias.shape[1] // 2,
-        "num_buckets": 0 if x.time_bias is None else x.time_bias.shape[1],
-        "bias": x.bias,
-        "bias_offsets": x.bias_offsets,
-        "bias_rows": 0 if dense is None else dense.shape[2],
-        "bias_keys": 0 if dense is None else dense.shape[3],
-        **{f"bias_{name}_stride": of for name, of in zip(("batch", "head", "row", "key"), strides, strict=True)},
-    }
 
 
 def _prepared(x: Inputs, scale: float) -> dict[str, Tensor | None]:

@@ -558,9 +558,8 @@ def kernels(*, for_hopper: bool = False) -> dict[str, ModuleType]:
         name: module
         for module in modules
         for name, kernel in vars(module).items()
-        # An interpreted kernel has its module where the function that it wraps has it.
-        if name.endswith("_kernel")
-        and not name.startswith("packaged_")
-        and getattr(kernel, "fn", kernel).__module__ == module.__name__
+        # A kernel wraps a function of its module, interpreted or not; functions of such a name ask about kernels.
+        if name.endswith("_kernel") and not name.startswith("packaged_")
+        if hasattr(kernel, "fn") and kernel.fn.__module__ == module.__name__
         if for_hopper or not any(part.startswith("hopper") for part in module.__name__.split("."))
     }

@@ -836,3 +836,22 @@ def test_memory_follows_the_rows(place: Place) -> None:
         peaks.append(torch.cuda.max_memory_allocated() - before)
         del output, leaves
     assert peaks[1] < 2.1 * peaks[0]
+
+
+def test_values_of_another_width_under_autocast(place: Place) -> None:
+    """All three are cast, outputs are as wide as values in autocast's dtype, and gradients come in the inputs' own."""
+    batch = jagged_of((3, 0, 40))
+    q, k, v = (random_tensor((batch.total, 2, width), torch.float32, seed) for seed, width in enumerate((16, 16, 24)))
+    leaves = [of.requires_grad_() for of in (q, k, v)]
+    halves = [of.detach().bfloat16().requires_grad_() for of in leaves]
+    with torch.autocast(place.device.type, torch.bfloat16):
+        found = jagged_attention(*leaves, batch.offsets, causal=True, backend=place.backend)
+    expected = jagged_attention(*halves, batch.offsets, causal=True, backend=place.backend)
+    assert torch.equal(found, expected)
+    assert (found.dtype, found.shape) == (torch.bfloat16, v.shape)
+    upstream = torch.ones_like(found)
+    for ours, of in zip(
+        torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(expected, halves, upstream), strict=True
+    ):
+        assert ours.dtype == torch.float32
+        assert torch.equal(ours, of.float())

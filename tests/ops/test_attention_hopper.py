@@ -429,7 +429,7 @@ def test_which_kernels_are_launched(
 @pytest.mark.parametrize("mask", VISITED, ids=str)
 def test_tiles_that_meet(monkeypatch: pytest.MonkeyPatch, mask: dict[str, Any]) -> None:
     """In tiles of a few rows: each pair that is seen is visited once, and a tile that is said to hide nothing hides none."""
-    from jagged.ops.attention.hopper import forward, visits
+    from jagged.ops.attention.hopper import visits
     from jagged.ops.attention.triton import masks
     from jagged.ops.attention.triton.samples import Sample
 
@@ -448,7 +448,7 @@ def test_tiles_that_meet(monkeypatch: pytest.MonkeyPatch, mask: dict[str, Any]) 
     named = {"window": None, "num_contextual": 0, "global_prefix": 0, "windowed_context": False} | mask
     named.pop("targets", None)
     _, checked = check_mask(torch.tensor([0, 1]), named.pop("causal", False), num_targets=None, **named)
-    sight = masks.Sight(*forward.sight_of(Options(**checked)), True if has_targets else None)
+    sight = masks.Sight(*launch.sight_of(Options(**checked)).values(), True if has_targets else None)
     for queries, keys, targets in itertools.product((1, 4, 7, 13), (1, 3, 8, 13, 17), (0, 1, 5, 8, 17)):
         if targets > (keys if has_targets else 0):
             continue

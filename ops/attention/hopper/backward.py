@@ -38,13 +38,13 @@ from jagged.ops.attention.hopper.forward import (
     ragged_descriptor,
     ring_tile,
     send_rows,
-    sight_of,
     visited_rows,
     write_fields,
 )
 from jagged.ops.attention.hopper.visits import announce, number_of_visits, row_of_visit, visited
 from jagged.ops.attention.spec import Inputs, Options, Outputs
 from jagged.ops.attention.triton.biases import HIDDEN
+from jagged.ops.attention.triton.launch import sight_of
 from jagged.ops.attention.triton.masks import Sight, key_ranges, query_ranges, visible
 from jagged.ops.attention.triton.samples import sample_of
 from jagged.ops.attention.triton.scores import LOG2_E, pointwise_factor, silu
@@ -474,11 +474,11 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options) -> dict[str, T
     _launch_dq(
         programs_for(x.q, num_samples),
         upstream, grad_lse, *rows, output, lse, *offsets, x.num_targets, grad_q, statistics, counters[0], num_samples, total,
-        x.k.shape[0], heads, o.scale, o.normalizer, *sight_of(o), **constants,
+        x.k.shape[0], heads, o.scale, o.normalizer, *sight_of(o).values(), **constants,
     )  # fmt: skip
     _launch_dkv(
         programs_for(x.k, num_samples),
         upstream, *rows, statistics, *offsets, x.num_targets, grad_k, grad_v, counters[1], num_samples, total, x.k.shape[0],
-        x.k.shape[1], o.scale, o.normalizer, *sight_of(o), **constants,
+        x.k.shape[1], o.scale, o.normalizer, *sight_of(o).values(), **constants,
     )  # fmt: skip
     return {"q": grad_q, "k": grad_k, "v": grad_v}

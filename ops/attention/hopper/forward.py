@@ -30,6 +30,7 @@ from jagged.ops._shared.matrices import gpu
 from jagged.ops._shared.ring import await_left, await_tile, descriptor, leave_tile, make_ring
 from jagged.ops.attention.hopper.visits import announce, number_of_visits, row_of_visit, visited
 from jagged.ops.attention.spec import Inputs, Options, Outputs
+from jagged.ops.attention.triton.launch import sight_of
 from jagged.ops.attention.triton.masks import Sight, key_ranges, visible
 from jagged.ops.attention.triton.samples import sample_of
 from jagged.ops.attention.triton.scores import LN_2, LOG2_E, pointwise_factor
@@ -356,14 +357,10 @@ def forward(x: Inputs, o: Options) -> Outputs:
         ragged_descriptor(x.q, GROUP_M.value), ragged_descriptor(x.k, BLOCK_N.value), ragged_descriptor(x.v, BLOCK_N.value),
         x.q_offsets, x.q_offsets if x.k_offsets is None else x.k_offsets, x.num_targets, output, lse,
         torch.zeros(1, dtype=torch.int32, device=x.q.device), num_samples, total, x.k.shape[0], heads, o.scale, o.normalizer,
-        *sight_of(o), IS_CAUSAL=o.causal, IS_POINTWISE=o.pointwise, GROUP=heads // x.k.shape[1], HEAD_DIM=head_dim, num_warps=4,
+        *sight_of(o).values(),
+        IS_CAUSAL=o.causal, IS_POINTWISE=o.pointwise, GROUP=heads // x.k.shape[1], HEAD_DIM=head_dim, num_warps=4,
     )  # fmt: skip
     return Outputs(output, lse)
-
-
-def sight_of(o: Options) -> tuple[int | None, ...]:
-    """Return window, reach, contextual rows and prefix as the kernels have them: None for what is not there."""
-    return o.window or None, None if o.reach == o.window else o.reach, o.num_contextual or None, (o.window and o.prefix) or None
 
 
 def programs_for(rows: Tensor, num_samples: int) -> tuple[int]:

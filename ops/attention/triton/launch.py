@@ -154,7 +154,7 @@ def _prepare_biases(x: Inputs, scale: float) -> dict[str, Tensor | None]:
 
 
 def _extras(x: Inputs, o: Options) -> dict[str, Any]:
-    """Arguments of all three kernels; a jagged bias `[H, P]` is one row of `P` pairs for each head."""
+    """Arguments of all three kernels."""
     of_dropout = {
         "dropout_seed": x.dropout_seed,
         "dropout_threshold": min(round(o.dropout_p * 2**32), 2**32 - 1) if o.dropout_p else 0,
@@ -163,10 +163,14 @@ def _extras(x: Inputs, o: Options) -> dict[str, Any]:
     }
     if x.relative_bias is x.time_bias is x.bias is None:
         return _NO_BIASES | of_dropout
+    return {**_prepare_biases(x, o.scale), **sizes_of_biases(x), **of_dropout}
+
+
+def sizes_of_biases(x: Inputs) -> dict[str, Any]:
+    """Return the arguments that tell of biases but for their tables and times; a jagged one is one row of `P` pairs a head."""
     dense = None if x.bias is None else x.bias if x.bias.dim() == 4 else x.bias[None, :, None]
     strides = (0, 0, 0, 0) if dense is None else dense.stride()
     return {
-        **_prepare_biases(x, o.scale),
         "max_distance": 0 if x.relative_bias is None else x.relative_bias.shape[1] // 2,
         "num_buckets": 0 if x.time_bias is None else x.time_bias.shape[1],
         "bias": x.bias,
@@ -174,7 +178,6 @@ def _extras(x: Inputs, o: Options) -> dict[str, Any]:
         "bias_rows": 0 if dense is None else dense.shape[2],
         "bias_keys": 0 if dense is None else dense.shape[3],
         **dict(zip(_STRIDES_OF_BIAS, strides, strict=True)),
-        **of_dropout,
     }
 
 
@@ -186,22 +189,31 @@ _NO_BIASES: dict[str, Any] = {
 
 
 def _scalars(x: Inputs, o: Options) -> tuple[int | float | None, ...]:
-    return (
-        x.q_offsets.shape[0] - 1, x.q.shape[0], x.k.shape[0], o.scale, o.window or None, None if o.reach == o.window else o.reach,
-        o.num_contextual or None, (o.window and o.prefix) or None, o.scale / o.softcap if o.softcap else None,
-    )  # fmt: skip
+    cap_factor = o.scale / o.softcap if o.softcap else None
+    return x.q_offsets.shape[0] - 1, x.q.shape[0], x.k.shape[0], o.scale, *sight_of(o).values(), cap_factor
+
+
+def sight_of(o: Options) -> dict[str, int | None]:
+    """Return what kernels are told of masks, by the names of their arguments and in their order: None for what is not there."""
+    return {
+        "window": o.window or None,
+        "reach": None if o.reach == o.window else o.reach,
+        "num_contextual": o.num_contextual or None,
+        "prefix": (o.window and o.prefix) or None,
+    }
 
 
 def _configuration(x: Inputs, o: Options, *rows: Tensor, allows_tma: bool = True) -> Configuration:
     """Return tiles; those that read `rows` by descriptors only where these can be read so, which costs to ask."""
     total, _, head_dim = x.q.shape
     call = head_dim, x.q.dtype, total, x.q_offsets.shape[0] - 1
-    others: dict[str, Any] = {"kind": _kind(x, o), "value_dim": x.v.shape[2]}
+    others: dict[str, Any] = {"kind": kind_of(x, o), "value_dim": x.v.shape[2]}
     chosen = configuration(*call, allows_tma=allows_tma, **others)
     return chosen if not chosen.dq.tma or _allow_tma(*rows) else configuration(*call, allows_tma=False, **others)
 
 
-def _kind(x: Inputs, o: Options) -> Kind:
+def kind_of(x: Inputs, o: Options) -> Kind:
+    """Return which row of the table of tiles a call has."""
     if x.relative_bias is x.time_bias is x.bias is None:
         return "pointwise" if o.pointwise else "plain"
     match x.relative_bias is not None, x.time_bias is not None, x.bias is not None:

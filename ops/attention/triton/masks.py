@@ -55,10 +55,13 @@ def visible(positions, keys, history, sight, IS_CAUSAL: tl.constexpr):
         # Targets all stand right after the history.
         rows = tl.minimum(positions, history)
     if IS_CAUSAL:
-        last = positions
-        if sight.num_targets is not None:
-            last = tl.minimum(positions, history - 1)
-        seen = keys <= last
+        if sight.num_targets is None:
+            seen = keys <= positions
+        elif sight.window is None:
+            seen = keys <= tl.minimum(positions, history - 1)
+        else:
+            # A window needs the rows' places in any case, and registers are scarce beside it.
+            seen = (keys <= rows) & (keys < history)
     else:
         seen = keys < history
     if sight.window is not None:
